@@ -121,10 +121,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to checkers a name that has moved is none
+if not TYPE_CHECKING:  # type checkers must not see moved names
 
     def __getattr__(name: str) -> object:
-        """A name that stood here before the first release, from where it is now, with a DeprecationWarning."""
+        """A name that has moved since before the first release, with a DeprecationWarning."""
         for place in (errors, events, types):
             if name in place.__all__:
                 warnings.warn(f"aiorpc.{name} is {place.__name__}.{name}", DeprecationWarning, stacklevel=2)
@@ -133,5 +133,5 @@ if not TYPE_CHECKING:  # to checkers a name that has moved is none
 
 
 def __dir__() -> list[str]:
-    """The public names; the package's own modules are found under it, but are not for programs."""
+    """The public names, without the package's own modules."""
     return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""``python -m aiorpc COMMAND ...``: what one does around workers. ``-h`` lists the commands."""
+"""``python -m aiorpc COMMAND ...``: commands for the operation of workers. ``-h`` lists them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
+    """Run a command. Returns its exit status."""
     options = parser().parse_args(arguments)
-    said = f"python -m aiorpc {options.command}"
+    prefix = f"python -m aiorpc {options.command}"
     try:
         status: int = COMMANDS[options.command].run(options)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError as error:  # commands tell what becomes of their own work
-        print(f"{said}: cannot write what it has to say: {error}", file=sys.stderr)
+    except OSError as error:  # of output; commands report their other errors
+        print(f"{prefix}: cannot write its output: {error}", file=sys.stderr)
         _drop_output()
         return 1
     except KeyboardInterrupt:
-        print(f"{said}: interrupted", file=sys.stderr)
+        print(f"{prefix}: interrupted", file=sys.stderr)
         return 130
     return status
 
 
 def _drop_output() -> None:
-    """Let go of what could not be written: Python would try that once more as it ends, and complain of it."""
+    """Drop unwritten output: Python would try to write it again at its end, and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

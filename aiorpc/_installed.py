@@ -12,8 +12,8 @@ THEIRS = "connection.py"
 def warn_of_another(folder: str = os.path.dirname(__file__)) -> None:
     """Warn the program that imports aiorpc if both distributions have been installed into `folder`.
 
-    Both own the import package `aiorpc`: the one that is installed last overwrites files of the other, and uninstalling
-    either removes files of both. One look at the folder, some microseconds: metadata of what is installed is not read.
+    Both own the import package `aiorpc`: installing one overwrites files of the other, and uninstalling either removes
+    files of both. This is one look at the folder, some microseconds; it reads no metadata.
     """
     if os.path.exists(os.path.join(folder, THEIRS)):
         warnings.warn(

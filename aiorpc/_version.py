@@ -1,4 +1,4 @@
-"""The version of aiorpc: the only place where it stands. The build, records of workers and the documents read it."""
+"""The version of aiorpc. The build, records of workers and the documents read it from here."""
 
 from __future__ import annotations
 

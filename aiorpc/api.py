@@ -1,4 +1,4 @@
-"""The asynchronous verbs. Each finds the current worker and says what it wants; nothing else happens here."""
+"""The asynchronous verbs. Each finds the current worker and calls it; nothing else happens here."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def init(
     init_method: where the workers meet: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
     options: everything else that can be set; the defaults if None.
     store: a torch Store to meet at, in place of `init_method`.
-    role: what this worker is to the others. Their option ``allow`` decides by it what this worker may call. Letters as
+    role: the role of this worker, by which the option ``allow`` of others decides what this worker may call. Letters as
         in `name`.
 
-    Raised here: RpcUsageError for a name, a role, options or a store that cannot be.
+    Raised here: RpcUsageError for an invalid name, role, options or store.
 
     Raised by joining: RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
-    DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
-    init_method that makes no sense.
+    DeviceMapError, a kind of it, for invalid devices or device maps; RpcUsageError for an invalid rank, size or
+    init_method.
     """
     return Worker(
         name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store, role=role
@@ -62,9 +62,9 @@ def init(
 
 
 def current() -> Worker:
-    """The worker that verbs act on here: the one whose handler runs, else the process's only one.
+    """The worker that verbs act on here: the worker whose handler runs, or the only worker of the process.
 
-    In a process with several workers it is that of the ``async with`` block that this runs in. From any thread.
+    In a process with several workers it is the worker of the surrounding ``async with`` block. From any thread.
 
     Raised here: NotInitialized if there is no worker, or several and nothing says which; WorkerClosed if the loop of
     the only one has ended.
@@ -92,11 +92,11 @@ def call(to: To, function: Function, /, *args: object, **kwargs: object) -> Futu
     the function may have run in part.
 
     to: name, rank or WorkerInfo.
-    function: a function, a class, a bound method, or an operator of torch. What a module defines goes by name; lambdas
-        and closures go by value.
+    function: a function, a class, a bound method, or an operator of torch. Functions of modules go by name; lambdas and
+        closures go by value.
 
     Raised here, with nothing sent: SerializationError, UnknownWorker, Overloaded; NotInitialized without a worker,
-    WorkerClosed if it has left, RpcUsageError for what names no worker.
+    WorkerClosed if it has left, RpcUsageError if `to` is neither a name, a rank nor a WorkerInfo.
 
     Raised by the Future: what the function raised; RpcTimeout after the worker's ``rpc_timeout``; PeerLost or PeerLeft
     when the other worker dies or leaves.
@@ -118,15 +118,14 @@ def peer(
 
     timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
     wait: in a free group, whether calls and streams wait, within their deadlines, for a worker of that name to join,
-        also where one has left or was lost. `PeerHandle.remote` does not wait.
+        even after one has left or was lost. `PeerHandle.remote` does not wait.
     retries: how often a call is tried again if the worker was lost, left, refused the connection, or was overloaded.
         Only for functions that may run twice. All tries together have the one timeout.
-    backoff: seconds that the pause before the first retry has at most, or a pair with those of the longest one. Pauses
-        are of random length, up to twice as long with each try.
+    backoff: the longest pause before the first retry in seconds, or a pair with the limit of all pauses. Pauses are of
+        random length, up to twice as long with each try.
     idempotent: whether one process runs such a call at most once, and gives its first answer again.
 
-    Raised here: UnknownWorker if the group cannot have it; RpcUsageError for options that cannot be, or for what names
-    no worker.
+    Raised here: UnknownWorker if the group cannot have it; RpcUsageError for invalid options, or an invalid `to`.
     """
     return current().peer(to, timeout=timeout, wait=wait, retries=retries, backoff=backoff, idempotent=idempotent)
 
@@ -142,19 +141,20 @@ def group(
     backoff: float | tuple[float, float] = Backoff(),
     idempotent: bool = False,
 ) -> PeerGroup:
-    """Several workers, to be called together: those of a list, or those that a pattern or a role means now.
+    """Several workers, to be called together: a list of workers, or all that fit a pattern or a role.
 
-    to: a list of names, ranks or WorkerInfos, whose order is that of the members; or a pattern as file names have
+    to: a list of names, ranks or WorkerInfos, in the order of the members; or a pattern like those for file names
         (``"actor*"``).
-    role: as the workers gave it to `init`. With a pattern both have to fit.
+    role: the workers' argument of `init`. With a pattern both have to fit.
     quorum: how many values are enough for `PeerGroup.call`, as a number, or as a share of the members above 0 and up to
         1.0. None waits for all.
     timeout, wait, retries, backoff, idempotent: as of `peer`, for the call to each member.
 
-    Members by pattern or role are those that live at each call, by id; this worker is among them if it fits.
+    Members by pattern or role are the workers that live at the time of each call, by id; this worker is among them if
+    it fits.
 
-    Raised here: RpcUsageError for an empty list, a worker that is in it twice, or options that cannot be; UnknownWorker
-    for a name that the group cannot have. That a pattern or a role fits no worker is raised by the calls.
+    Raised here: RpcUsageError for an empty list, a worker that is in it twice, or invalid options; UnknownWorker for a
+    name that the group cannot have. If a pattern or a role fits no worker, the calls raise that.
     """
     return current().group(
         to,
@@ -169,45 +169,45 @@ def group(
 
 
 def serve(name: str, value: object, *, replace: bool = False) -> ServedObject:
-    """Have other workers call methods of an object: ``rpc.peer(worker).object(name).method(...)``. Any thread.
+    """Let other workers call methods of an object: ``rpc.peer(worker).object(name).method(...)``. Any thread.
 
-    Public methods are served, each as a function of its kind is: in a thread, on the loop if it is a coroutine
-    function, as a stream if it is a generator function. The option ``allow`` decides who may call them. The object is
-    kept until ``close()`` of what is returned, the end of its ``with`` block, or the end of the worker. `Worker.serve`
-    does it before the worker has joined, so that no caller comes too early.
+    Public methods are served like functions: in a thread; on the loop for a coroutine function; as a stream for a
+    generator function. The option ``allow`` decides which workers may call them. The object is kept until ``close()``
+    of the returned handle, the end of its ``with`` block, or the end of the worker. `Worker.serve` does it before the
+    worker has joined, so no caller comes too early.
 
-    name: under which this worker serves no other object yet. Letters as in names of workers.
+    name: of the object, unique at this worker. Letters as in names of workers.
     value: the object.
-    replace: whether it may take the place of another object of that name, whose calls under way go on.
+    replace: whether it may replace an object of that name. Calls of the replaced object that are under way go on.
 
-    Raised here: RpcUsageError for a name that cannot be or is taken, for None and for references; NotInitialized,
+    Raised here: RpcUsageError for a name that is invalid or taken, for None and for references; NotInitialized,
     WorkerClosed.
     """
     return current().serve(name, value, replace=replace)
 
 
 def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
-    """A handle of a queue that another worker owns (`aiorpc.Queue`), or this one. Any thread; nothing is sent.
+    """A handle of a queue that any worker owns (`aiorpc.Queue`). Any thread; nothing is sent.
 
-    name: that of the queue.
-    owner: the name of its worker. If another worker takes that name and makes such a queue, the same handle finds it.
-    timeout: seconds for each of its methods, 0 for no limit of those that wait; None for the worker's ``rpc_timeout``.
+    name: of the queue.
+    owner: the name of its worker. If another worker takes that name and makes such a queue, the handle finds that.
+    timeout: seconds for each of its methods, 0 for no limit of the waiting ones; None for the worker's ``rpc_timeout``.
 
-    Raised here: RpcUsageError for names that cannot be, NotInitialized. That there is no such queue is raised by the
-    methods, as UnknownObject.
+    Raised here: RpcUsageError for invalid names, NotInitialized. If there is no such queue, its methods raise
+    UnknownObject.
     """
     return current().queue(name, owner=owner, timeout=timeout)
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
-    """A Future of the WorkerInfo of a worker, which settles when that has joined and answers. Any thread.
+    """A Future of the WorkerInfo of a worker, which settles when the worker has joined and answers. Any thread.
 
     For free groups, where workers come and go. ``await`` it, or ``wait()`` for it in a thread.
 
     to: name, rank or WorkerInfo.
     timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
 
-    Raised here: UnknownWorker for what the group cannot have, and what `call` raises.
+    Raised here: UnknownWorker for a worker that the group cannot have, and the errors of `call`.
 
     Raised by the Future: RpcTimeout when the time is up; in a fixed group PeerLost or PeerLeft at once for a worker
     that has gone.
@@ -283,16 +283,16 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
     """An RRef of the result of a call on worker `to`; returns at once, the result stays there. Any thread.
 
     Two forms: ``remote(to, func, *args, **kwargs)``, and torch's ``remote(to, func, args=(), kwargs=None, timeout=s)``.
-    What can be read as torch's form is read so: nothing but keywords of these three names, or a lone tuple or list, or
-    one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``. To send those to the function use `PeerHandle.remote`.
-    A timeout in seconds is negative for the worker's ``rpc_timeout`` and 0 for no limit; past it the call is cancelled,
-    and the RRef raises RpcTimeout from then on.
+    Arguments that fit torch's form are read as such: only keywords of these three names, or a single tuple or list, or
+    one with a dict, as in ``remote(to, func, (1, 2), {"k": 3})``. To pass those to the function use
+    `PeerHandle.remote`. A timeout in seconds is negative for the worker's ``rpc_timeout`` and 0 for no limit; past it
+    the call is cancelled, and the RRef raises RpcTimeout from then on.
 
     Raised here, with nothing sent: SerializationError, UnknownWorker (also for a worker that has not joined yet),
-    Overloaded, NotInitialized, WorkerClosed, and RendezvousError if only the store can tell where the worker is and
-    does not answer.
+    Overloaded, NotInitialized, WorkerClosed, and RendezvousError if only the store knows the worker's place and does
+    not answer.
 
-    Raised when the value is asked for: what the function raised.
+    Raised when the value is wanted: the function's error.
     """
     node = registry.get()
     if len(given) < 2 or _is_torch_form(given[2:], named):
@@ -304,7 +304,7 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
 
 
 def _is_torch_form(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether what follows the function is torch's ``args``, ``kwargs`` and ``timeout``."""
+    """Whether the arguments after the function are torch's ``args``, ``kwargs`` and ``timeout``."""
     kinds: dict[str, tuple[type, ...]] = {"args": (tuple, list), "kwargs": (dict,), "timeout": ()}
     if not (args or kwargs) or len(args) > len(kinds) or not kwargs.keys() <= set(list(kinds)[len(args) :]):
         return False
@@ -332,53 +332,53 @@ def stream(to: To, function: Callable[P, Items[T]], /, *args: P.args, **kwargs: 
     """``async for item in stream(to, generator_function, *args)``: items of a generator that runs on worker `to`.
 
     The producer stops while the consumer does: ``options.stream_window`` items may be under way (back-pressure). It
-    stops for good when the loop is left. The timeout, ``rpc_timeout`` or that of a handle, is for each item. In a
-    thread that may block: ``for item in stream(...)``.
+    stops for good when the loop is left. The timeout, ``rpc_timeout`` or a handle's, is for each item. In a thread that
+    may block: ``for item in stream(...)``.
 
-    Raised here: what `call` raises here.
+    Raised here: the same as by `call`.
 
-    Raised by a turn: what the generator raised, after the items before that; RpcTimeout, PeerLost, PeerLeft.
+    Raised by a turn: the generator's error, after its items; RpcTimeout, PeerLost, PeerLeft.
     """
     node = registry.get()
     return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
 
 def publish(name: str, value: object) -> Future[Publication]:
-    """Give a value to all who subscribe to a name, as its next version; returns a Future at once. Any thread.
+    """Give a value to all subscribers of a name, as its next version; returns a Future at once. Any thread.
 
     ``w = await publish("policy", model.state_dict())``, or ``publish(...).wait()`` in a thread that may block.
-    ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says which readers
-    have it. The publisher waits for no reader, and no reader gets half of a version. Do not change the tensors before
-    the Future has settled: their bytes are copied until then. The newest version is kept until the name is unpublished
-    or this worker leaves. Cancelling the Future does not keep the version from being published.
+    ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` tells which
+    readers have it. The publisher waits for no reader, and no reader gets half of a version. Do not change the tensors
+    before the Future has settled: their bytes are copied until then. The newest version is kept until the name is
+    unpublished or this worker leaves. Cancelling the Future does not stop the publication.
 
     name: under which it is published. A name has one publisher at a time.
-    value: a tensor, or a tree of tensors and of all else that may be sent, but for references. Storages that tensors
-        share stay shared. What lies on a device is copied to the host, on the current streams. All readers of a host
-        read one copy in shared memory, as long as ``options.shared_memory`` has room for it.
+    value: anything that may be sent, except references. Storages that tensors share stay shared. Tensors on devices are
+        copied to the host, on the current streams. All readers of a host read one copy in shared memory, if
+        ``options.shared_memory`` has room for it.
 
-    Raised here: RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed.
+    Raised here: RpcUsageError for an invalid name, SerializationError, NotInitialized, WorkerClosed.
 
-    Raised by the Future: RpcUsageError if another worker that lives publishes the name; RendezvousError if the store of
-    the group cannot be asked about that, the first time; NotAllowed if no other worker takes that name from this one's
-    role (option ``allow``).
+    Raised by the Future: RpcUsageError if another live worker publishes the name; RendezvousError if the group's store
+    cannot be asked about that, the first time; NotAllowed if no other worker takes the name from this worker's role
+    (option ``allow``).
     """
     return current().publish(name, value)
 
 
 def unpublish(name: str) -> Future[None]:
-    """Publish a name no longer; returns a Future at once. Any thread.
+    """Stop publishing a name; returns a Future at once. Any thread.
 
-    Versions that were published before are delivered still. Then the subscriptions to the name end, on all workers: a
-    reader takes what has come to it, and its loop is over. To be sure that readers have the last version, ``await
-    published.delivered()`` before. Values that readers have taken stay as they are. The name is free from then on: any
-    worker may publish it anew, and versions go on. The Future settles when all members have heard it; one that does not
-    answer for 5 s hears it later. Cancelling the Future does not keep the name from being unpublished.
+    Versions under way are still delivered. Then the subscriptions to the name end, on all workers: a reader takes the
+    version that has come, and its loop ends. To be sure that readers have the last version, ``await
+    published.delivered()`` before. Values that readers have taken stay valid. The name is free from then on: any worker
+    may publish it anew, and versions go on. The Future settles when all members have heard it; a member that does not
+    answer for 5 s hears it later. Cancelling the Future does not stop it.
 
-    Raised here: RpcUsageError for what can be no name, NotInitialized, WorkerClosed.
+    Raised here: RpcUsageError for an invalid name, NotInitialized, WorkerClosed.
 
-    Raised by the Future: RpcUsageError if this worker does not publish the name, with who does; RendezvousError, with
-    the name as it was, if the store of the group cannot be asked.
+    Raised by the Future: RpcUsageError if this worker does not publish the name, with the publisher's name;
+    RendezvousError if the group's store cannot be asked; the name stays published then.
     """
     return current().unpublish(name)
 
@@ -386,18 +386,18 @@ def unpublish(name: str) -> Future[None]:
 def subscribe(
     name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
 ) -> Subscription[Any]:
-    """``async for v in subscribe("policy")``: the newest version of what is published under a name. Any thread.
+    """``async for v in subscribe("policy")``: the newest version of a published value. Any thread.
 
-    Each turn waits for a version that is newer than the one before, and gives the newest there is; the next one is
-    fetched meanwhile. A late subscriber begins with the newest version. ``v.value``, ``v.version`` and ``v.publisher``
-    are what it has. In a thread that may block: ``for v in subscribe("policy")``. `Subscription` says how it ends.
+    Each turn waits for a version that is newer than the last one, and gives the newest; the next one is fetched
+    meanwhile. A late subscriber begins with the newest version. A version has ``v.value``, ``v.version`` and
+    ``v.publisher``. In a thread that may block: ``for v in subscribe("policy")``. See `Subscription` for its end.
 
     name: under which values are published. There need not be a publisher yet.
     timeout: seconds that one turn waits, 0 for no limit; None for this worker's ``rpc_timeout``.
-    map_location: the device that all tensors are moved to as a version is taken, by the thread that takes it. None
-        leaves them in shared memory.
+    map_location: the device that all tensors are moved to, by the thread that takes a version. None leaves them in
+        shared memory.
 
-    Raised here: RpcUsageError for what can be no name, timeout or device, NotInitialized, WorkerClosed.
+    Raised here: RpcUsageError for an invalid name, timeout or device, NotInitialized, WorkerClosed.
 
     Raised by a turn: RpcTimeout when the time is up.
     """
@@ -405,11 +405,11 @@ def subscribe(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of the current worker, or of the one of that name. Returns at once, but for a look at the store.
+    """Name and id of the current worker, or of another one. Returns at once, apart from a look at the store.
 
     worker_name: of any member of the group; None for the current worker.
 
-    Raised here: UnknownWorker if the group cannot have it, or has not had it yet. For a worker that has gone: in a free
-    group PeerLeft or PeerLost; in a fixed one nothing, as its place stays.
+    Raised here: UnknownWorker if the group cannot have it, or has not had it yet. For a gone worker in a free group
+    PeerLeft or PeerLost; in a fixed group its place stays, and nothing is raised.
     """
     return current().get_worker_info(worker_name)

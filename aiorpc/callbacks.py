@@ -1,7 +1,7 @@
-"""Callbacks of users, kept off the threads of loops, and what a pool is told of threads that wait.
+"""Users' callbacks, which never run on threads of loops, and how waiting threads report to their pool.
 
-A list of them that is handed over is run by one thread, in order. It may be handed over twice, by a settler that was
-interrupted (`futures.py`, invariant 7): each is taken from the list by an atomic ``list.pop``, so each runs once.
+One thread runs a list of callbacks in order. An interrupted settler may hand a list over twice (`futures.py`, invariant
+7); each callback is taken by an atomic ``list.pop``, so it runs once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .threads import daemon
 
 
 class Settled(Protocol):
-    """A Future that has settled, as far as running its callbacks takes."""
+    """A settled Future, for running its callbacks."""
 
     def _describe(self) -> str: ...
 
 
 class BlockObserver(Protocol):
-    """Told when a thread of a pool begins and ends to wait, so that the pool can run another thread meanwhile."""
+    """Hears when a thread of a pool begins and ends a wait: the pool runs another thread meanwhile."""
 
     def enter_blocked(self) -> None: ...
 
@@ -34,9 +34,9 @@ class BlockObserver(Protocol):
 
 
 class Executor(Protocol):
-    """Where callbacks of users run if the thread that settles must not run them (`ThreadPool`).
+    """Runs users' callbacks if the settling thread must not (`ThreadPool`).
 
-    It also says in which threads it pays to wait without sleeping. may_stay_awake: whether there may be any.
+    It also decides which threads wait without sleeping. may_stay_awake: whether any thread may.
     """
 
     @property
@@ -47,11 +47,11 @@ class Executor(Protocol):
     def stay_awake(
         self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
     ) -> None:
-        """Call `look(enough)` where a wait without sleeping pays, with a function that says when to stop it."""
+        """Call `look(enough)` if a wait without sleeping pays; `enough()` tells `look` to stop."""
         ...
 
     def waited(self, seconds: float) -> None:
-        """This thread has waited for so many seconds, asleep or awake."""
+        """This thread has waited for `seconds`, asleep or awake."""
         ...
 
 
@@ -60,15 +60,15 @@ block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_obse
 
 
 class Served(Protocol):
-    """The call that the running code serves (`ServedCall`), as far as whoever blocks within it knows it."""
+    """The call that the running code serves (`ServedCall`), for waits inside of it."""
 
     def enter_wait(self, wake: Callable[[], object]) -> None:
-        """This thread is about to wait, and is woken by that if the caller gives up before `exit_wait`. Any thread may
-        call it, once."""
+        """This thread is about to wait. If the caller gives up before `exit_wait`, any thread calls `wake`, once."""
 
     def exit_wait(self) -> str:
-        """This thread waits no longer. The text of the RpcCancelled that it is to raise, if its caller has given up and
-        it has not heard so yet."""
+        """The wait has ended. Returns the text of the RpcCancelled to raise if the caller has given up and no wait has
+        raised that yet; or empty.
+        """
 
 
 # The call that code serves (runtime/calls/current.py); None outside of handlers.
@@ -80,15 +80,14 @@ served: ContextVar[Served | None] = ContextVar("aiorpc_call", default=None)
 current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
 
 
-# In how many callbacks of users, and of `collect_all`, the running code is: each has settled the Future that the next
-# one was registered at.
+# How many callbacks, users' or `collect_all`'s, the running code is nested in: each settles the Future of the next.
 nested: ContextVar[int] = ContextVar("aiorpc_nested", default=0)
-# So many at most, and then another thread goes on: chains of `then` may be longer than the stack of one is deep.
+# At this depth another thread goes on: chains of `then` may be longer than one stack is deep.
 DEEPEST = 32
 
 
 class UserCallback:
-    """A callback of the user's, kept off loop threads. begun: whether it has been called."""
+    """A user's callback, which never runs on a loop's thread. begun: whether it has been called."""
 
     __slots__ = ("autograd", "begun", "callback", "executor")
 
@@ -102,13 +101,13 @@ class UserCallback:
         token = current_autograd.set(self.autograd)
         depth = nested.set(nested.get() + 1)
         try:
-            run = copy_context().run  # what it sets stays in no thread, which serves others next
+            run = copy_context().run  # context variables that it sets do not stay in the thread
             self.begun = True
             run(self.callback, future)
-        except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
-            if not self.begun:  # a signal handler has raised it
+        except BaseException as error:  # it must not harm other callbacks and the settler
+            if not self.begun:  # raised by a signal handler
                 raise
-            if ends_program(error):  # the main thread's, whatever it was doing
+            if ends_program(error):  # Ctrl-C, in the main thread
                 raise
             raised = f"a callback of {future._describe()} raised"
             more = spates.line(raised)
@@ -120,9 +119,9 @@ class UserCallback:
 
 
 def settle_within(future: Settled, executor: Executor | None, settle: Callable[[object], object]) -> None:
-    """Have an internal callback settle `future`: here, or in another thread, if this is deep within callbacks already.
+    """Let an internal callback settle `future`: here, or in another thread if this is deep within callbacks already.
 
-    For what the program may make as long chains of as it likes.
+    Programs may make chains of any length.
     """
     depth = nested.get()
     if depth >= DEEPEST:
@@ -136,16 +135,16 @@ def settle_within(future: Settled, executor: Executor | None, settle: Callable[[
 
 
 def hand_over(future: Settled, callbacks: list[UserCallback]) -> None:
-    """Have callbacks run in a thread that runs no loop, one after the other in their order."""
+    """Run callbacks in a thread that runs no loop, one after the other in their order."""
     try:
         executor = callbacks[0].executor
-    except IndexError:  # it is the second time that they are handed over
+    except IndexError:  # they were handed over before
         return
     if executor is not None:
         try:
             executor.submit(_run_all, callbacks, future)
             return
-        except WorkerClosed:  # its worker has shut down, which may be what settled the Future
+        except WorkerClosed:  # its worker has shut down
             pass
     daemon(_run_all, callbacks, future, name="aiorpc-callback").start()
 

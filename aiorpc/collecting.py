@@ -1,4 +1,4 @@
-"""Many Futures as one: `collect_all` and `wait_all`, for Futures of torch as well. And one that is waited for alone."""
+"""`collect_all` and `wait_all`, for aiorpc's and torch's Futures; and `wait_alone` for a single Future."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ F = TypeVar("F", bound=AnyFuture)
 
 
 class _Collection(Future[list[AnyFuture]]):
-    """Of the list of its Futures.
-
-    torch's half has others in the place of those that failed: the error of one leads to the frames that it was raised
-    in, and these to whatever they had, which is this Future, as a rule. The garbage collector does not see through C++.
+    """The Future of a list of Futures. torch's half gets twins in place of failed Futures: an error's traceback has
+    frames, which usually hold this Future, and the garbage collector does not see cycles through C++.
     """
 
     _twins = True
-    twins: list[AnyFuture] | None = None  # what torch's half has, if that is something else
+    twins: list[AnyFuture] | None = None  # the list of torch's half, if it differs
 
     def _twin(self, value: list[AnyFuture]) -> list[AnyFuture]:
-        for each in value:  # most have none that failed, and they may be many: no function for each
+        for each in value:  # usually none has failed, and there may be many: no function call for each
             if isinstance(each, _Collection) and each.twins is not None:
                 break
             if isinstance(each, Future) and each._error is not None:
@@ -39,7 +37,7 @@ class _Collection(Future[list[AnyFuture]]):
 
 
 def _twin_of(future: AnyFuture) -> AnyFuture:
-    """One that has ended in the same way; the Future itself if it leads to no error of a Future."""
+    """A Future with the same outcome and no frames; the Future itself if it leads to no error."""
     if not isinstance(future, Future):
         return future
     twins = future.twins if isinstance(future, _Collection) else None
@@ -53,12 +51,12 @@ def _twin_of(future: AnyFuture) -> AnyFuture:
 
 
 def collect_all(futures: Sequence[F]) -> Future[list[F]]:
-    """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
+    """A Future of the list `futures`, which settles when all of them have settled, also if some failed.
 
-    Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads. Any
+    Unlike ``torch.futures.collect_all`` it keeps the Python objects, and its callbacks never run on loop threads. Any
     thread.
 
-    Raised here: TypeError if one is no torch Future.
+    Raised here: TypeError for an object that is not a torch Future.
     """
     futures = list(futures)
     for future in futures:
@@ -71,7 +69,7 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
             result._loop = result._loop or future._loop
             result._executor = result._executor or future._executor
     result._sources = [future for future in futures if isinstance(future, Future)]
-    left = dict.fromkeys(range(len(futures)))  # to take one out of it is atomic: no lock is needed
+    left = dict.fromkeys(range(len(futures)))  # `pop` is atomic: no lock is needed
     if not futures:
         result._settle(futures)
     for place, future in enumerate(futures):
@@ -80,7 +78,7 @@ def collect_all(futures: Sequence[F]) -> Future[list[F]]:
 
 
 def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], result: _Collection, _: AnyFuture) -> None:
-    """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
+    """The callback of `collect_all` for one of its Futures. May run twice, so it counts places."""
     left.pop(place, None)
     if not left:
         settle_within(result, result._executor, lambda _: result._settle(futures))
@@ -89,8 +87,8 @@ def _count(place: int, left: dict[int, None], futures: Sequence[AnyFuture], resu
 def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
     """Block until all are complete, and return their values in order.
 
-    Raised here: the first error in that order; WouldBlockLoop on the thread of the loop that has to settle one of them;
-    TypeError if one is no torch Future.
+    Raised here: the first error in that order; WouldBlockLoop on the thread of a loop that has to settle one of them;
+    TypeError for an object that is not a torch Future.
     """
     done = collect_all(list(futures)).wait()
     for future in done:
@@ -100,9 +98,9 @@ def wait_all(futures: Iterable[torch.futures.Future[T]]) -> list[T]:
 
 
 def wait_alone(future: Future[T]) -> T:
-    """Wait for a Future that nobody else has. Who is interrupted cancels it: else nobody could, nor ever look at it."""
+    """Wait for a Future that only the caller has. An interrupt cancels it, because no other code could."""
     try:
-        with on_error(future.cancel):  # nothing if its error is what was raised
+        with on_error(future.cancel):  # no effect if the Future itself has raised
             return future.wait()
     finally:
         del future  # see `Future._outcome`

@@ -1,7 +1,7 @@
-"""Devices and device maps: how they are written, what a worker says of its own, and whether all of them fit together.
+"""Devices and device maps: how they are written, what a worker claims, and whether the claims of a group fit together.
 
-The rules are those of torch.distributed.rpc, and so are the first lines of what is raised; a `DeviceMapError` is a
-``ValueError``, as there. Pure data: nothing here needs a device, and all of it may be called from any thread.
+The rules are torch.distributed.rpc's, and so are the first lines of error texts; a `DeviceMapError` is a
+``ValueError``, as there. Pure data: nothing here needs a device. Any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DeviceMap = dict[torch.device, torch.device]
 
 CPU = torch.device("cpu")
 
-# torch keeps an index in eight bits with a sign, and wraps what is larger around without a word.
+# torch keeps an index in eight bits with a sign, and silently wraps larger ones around.
 _MOST_DEVICES = 128
 _LONGEST_LIST = 1024
 _MOST_TARGETS = 1 << 16
@@ -27,17 +27,17 @@ _LONGEST_NAME = 128
 
 
 def accelerator_kind() -> str:
-    """The kind of devices that this build of torch is for, as in ``torch.device.type``: cuda for one without any."""
+    """The kind of devices of this build of torch, as in ``torch.device.type``; cuda if it has none."""
     found = torch.accelerator.current_accelerator()
     return "cuda" if found is None else found.type
 
 
 def to_device(device: Device) -> torch.device:
-    """The device that is meant; DeviceMapError if there can be none.
+    """The device that `device` names.
 
-    A number, also as text, is that of a device of `accelerator_kind`. Every device but the cpu has an index: without
-    one it is the first (torch takes the current one at some later time). The cpu never has one: torch holds ``cpu:0``
-    for another device.
+    Raises DeviceMapError for an invalid name. A number, also as text, is the index of a device of `accelerator_kind`.
+    Every device but the cpu has an index; the default is the first device (torch's default is the current device at a
+    later time). The cpu has none: for torch ``cpu:0`` is another device.
     """
     kind, index = _parts(device)
     try:
@@ -75,9 +75,7 @@ def _short(value: object) -> str:
 
 
 def to_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices that are meant; DeviceMapError for a device that is not of `accelerator_kind`. Init refuses
-    duplicates.
-    """
+    """The named devices; DeviceMapError for a device that is not of `accelerator_kind`. Init refuses duplicates."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceMapError(f"devices must be a list of devices, not {_short(devices)}")
     made = [to_device(device) for device in devices]
@@ -92,12 +90,12 @@ def to_devices(devices: Iterable[Device]) -> list[torch.device]:
 
 
 def to_device_map(mapping: Mapping[Any, Device]) -> DeviceMap:
-    """The map that is meant, from here to there; DeviceMapError unless it is one-to-one. Either side may be the cpu."""
+    """A map of devices from here to there; DeviceMapError unless it is one-to-one. Either side may be the cpu."""
     return _joined({}, mapping, "device_map")
 
 
 def to_device_maps(maps: Mapping[str, Mapping[Any, Device]]) -> dict[str, DeviceMap]:
-    """The maps that are meant, by the names of the workers they lead to. Whether each is one-to-one, init finds out."""
+    """Device maps, by the names of the workers they lead to. Init checks whether each is one-to-one."""
     return {
         _checked_name(name): _joined({}, mapping, "device_map", one_to_one=False)
         for name, mapping in _entries(maps, "device_maps").items()
@@ -107,7 +105,7 @@ def to_device_maps(maps: Mapping[str, Mapping[Any, Device]]) -> dict[str, Device
 def extend_device_map(known: Mapping[Any, Device], more: Mapping[Any, Device]) -> DeviceMap:
     """Both maps as one; DeviceMapError if they contradict each other.
 
-    Two sources for one target, one in either map, are found at init, as by torch.
+    As in torch, only init finds two sources for one target, one in either map.
     """
     return _joined(_joined({}, known, "", one_to_one=False), to_device_map(more), "set_device_map", one_to_one=False)
 
@@ -140,11 +138,11 @@ def _checked_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class DeviceClaims:
-    """What a worker says of its devices when it joins.
+    """A worker's devices, as it announces them when it joins. count: how many devices of its kind of accelerator it
+    has. devices: the ones to use, if the options name some. maps: device maps by target worker. kind: as in
+    ``torch.device.type``.
 
-    count: how many devices of its kind of accelerator it has. devices: those it is to use, if it says so. maps: from
-    its devices to those of the worker named. kind: as in ``torch.device.type``. DeviceMapError if that makes no sense
-    by itself; whether it fits is for `check_device_maps` to say.
+    DeviceMapError for invalid claims; `check_device_maps` checks whether those of a group fit together.
     """
 
     count: int = 0
@@ -163,7 +161,7 @@ class DeviceClaims:
             _checked_name(name)
 
     def has(self, device: torch.device) -> bool:
-        """Whether the worker has that device. Each has a cpu."""
+        """Whether the worker has a device. Each has a cpu."""
         return device == CPU or (device.type == self.kind and 0 <= (device.index or 0) < self.count)
 
     def to_json(self) -> list[object]:
@@ -181,7 +179,7 @@ class DeviceClaims:
 
 
 def _read(text: object) -> torch.device:
-    """The device of a text that is just as ours would be: so no two keys of a map can mean the same."""
+    """The device of a text in the canonical form: no two keys of a map can mean the same device."""
     device = to_device(text) if isinstance(text, str) else None
     if device is None or str(device) != text:
         raise _no_device(text)
@@ -193,10 +191,10 @@ def _read_map(value: object) -> DeviceMap:
 
 
 def check_device_maps(claims: Mapping[str, DeviceClaims], fixed: bool = True) -> None:
-    """DeviceMapError, naming the worker, if what the members of a group claim does not fit together.
+    """Raise DeviceMapError, naming the worker, if the claims of a group do not fit together.
 
-    claims: by name. fixed: these are all members there will be, so a map may lead to no other. In the same order for
-    all, so that all members of a group raise the same.
+    claims: by name, in the same order at all members: all raise the same error. fixed: no other members will come, so
+    maps may lead only to these.
     """
     for name, own in claims.items():
         _check_devices(name, own)
@@ -228,8 +226,8 @@ def _check_map(name: str, target: str, mapping: DeviceMap, claims: Mapping[str, 
     for side, holder, devices in (("source", name, mapping.keys()), ("target", target, mapping.values())):
         found = claims.get(holder)
         if found is None:
-            continue  # it may join later, and will be asked then
-        # torch refuses a map with the cpu in it where devices are set, which cannot contain it.
+            continue  # it may join later; checked then
+        # Unlike torch, allow the cpu in a map although the devices that are set cannot contain it.
         unexpected = [device for device in devices if found.devices and device not in (CPU, *found.devices)]
         if unexpected:
             raise DeviceMapError(
@@ -258,9 +256,9 @@ def _listed(items: Collection[object]) -> str:
 
 
 def devices_used(name: str, claims: Mapping[str, DeviceClaims]) -> list[torch.device]:
-    """The devices that worker uses for its calls, without the cpu, sorted.
+    """The devices that a worker uses for its calls, without the cpu, sorted.
 
-    Those that it set, or else those its own maps start from and the maps of others (or its own) for it lead to.
+    They are the ones that it has set; by default the targets of its own maps and of others' maps to it.
     """
     own = claims[name]
     used = set(own.devices)

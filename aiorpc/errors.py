@@ -1,6 +1,6 @@
-"""Every error aiorpc raises, as one tree. Those that most programs catch are at the top of `aiorpc` as well.
+"""Every error of aiorpc, as one tree. The ones that most programs catch are also at the top of `aiorpc`.
 
-The class says whose doing it was; fields say where; ``str()`` makes the sentence. No program needs to parse text.
+The class tells the kind of failure, fields its place, and ``str()`` a sentence. No program needs to parse text.
 
     RpcError (RuntimeError)
     ├── RpcUsageError            the caller did something that cannot work; nothing was sent
@@ -82,7 +82,7 @@ class RpcUsageError(RpcError):
 class SerializationError(RpcUsageError, TypeError):
     """An argument or a result cannot be serialised, or the callee cannot read an argument; the text names it.
 
-    In the latter case nothing was run.
+    If the callee cannot read it, nothing was run.
 
     position: its place in the message, from 0.
     """
@@ -93,9 +93,9 @@ class SerializationError(RpcUsageError, TypeError):
 
 
 class WouldBlockLoop(RpcUsageError):
-    """A blocking verb on the thread that runs the loop which it would wait for. Nothing was sent.
+    """A blocking verb on the thread of the loop that it would wait for. Nothing was sent.
 
-    The text says what to await.
+    The text tells what to await instead.
     """
 
 
@@ -104,7 +104,7 @@ class UnknownWorker(RpcUsageError, LookupError):
 
 
 class NotInitialized(RpcUsageError):
-    """There is no worker in this process, or there are several and nothing says which is meant."""
+    """There is no worker in this process, or there are several and none is current."""
 
 
 class RendezvousError(RpcError):
@@ -112,11 +112,11 @@ class RendezvousError(RpcError):
 
 
 class DeviceMapError(RendezvousError, ValueError):
-    """A device or a device map that cannot be: found when it is set, or by all members of the group when they join."""
+    """An invalid device or device map: raised when it is set, or by all members of the group when they join."""
 
 
 class StoreGone(RendezvousError):
-    """The store where the workers meet has gone: its process has ended, its file was removed, or it is not reached."""
+    """The store where the workers meet is gone: its process ended, its file was removed, or it cannot be reached."""
 
 
 class UnknownObject(RpcError, LookupError):
@@ -124,7 +124,7 @@ class UnknownObject(RpcError, LookupError):
 
     worker: which worker.
     name: of the object.
-    names: of those that it serves; empty if the caller may not know them.
+    names: of the objects that it serves; empty if the caller may not know them.
     """
 
     def __init__(self, message: str, *, worker: str = "", name: str = "", names: tuple[str, ...] = ()) -> None:
@@ -143,17 +143,17 @@ class QueueFull(RpcError, asyncio.QueueFull):
 
 
 class QueueShutDown(RpcError, _ShutDown):
-    """The queue was shut down: nothing is put any more, or all that there was has been got.
+    """The queue was shut down: it takes no more items, or all its items have been got.
 
-    An ``asyncio.QueueShutDown`` where Python has that, from 3.13 on.
+    An ``asyncio.QueueShutDown`` from Python 3.13 on.
     """
 
 
 class ItemLost(RpcError):
-    """Items of a queue are gone for good, as the worker that had them is. The queue goes on.
+    """Items of a queue are gone with the worker that had them. The queue goes on.
 
     queue: its name.
-    worker: the worker that had them: it had put them and kept them, or had got them and not finished.
+    worker: the worker that had put and kept them, or had got them and not finished.
     count: how many items they are.
     """
 
@@ -165,9 +165,9 @@ class ItemLost(RpcError):
 
 
 class Overloaded(RpcError):
-    """A limit was reached. The call was not run, or its result was dropped, as the text says.
+    """A limit was reached: the call was not run, or its result was dropped.
 
-    The text names the option of the limit.
+    The text tells which, and names the option of the limit.
     """
 
 
@@ -197,7 +197,7 @@ class RpcTimeout(RpcError, TimeoutError):
     worker: the callee's name.
     function: what was called.
     seconds: how long it had.
-    late: what kept the loop of the caller's own worker from telling the time, if a thread had to; else "".
+    late: why the caller's own loop did not end the call in time and a thread had to; usually "".
     """
 
     def __init__(self, message: str, *, worker: str = "", function: str = "", seconds: float = 0.0) -> None:
@@ -216,7 +216,7 @@ class PeerLost(RpcError, ConnectionError):
     """Another worker died, or cannot be reached any more. The function may have run.
 
     worker, rank, host, pid: which worker it was.
-    cause: what was seen, such as the signal that ended its process.
+    cause: the observed cause, such as the signal that ended its process.
     """
 
     def __init__(
@@ -249,17 +249,17 @@ class PeerRefused(RpcError, ConnectionError):
 
 
 class GroupError(RpcError, ExceptionGroup[Exception]):
-    """Of a call to several workers fewer gave a value than were wanted.
+    """A call to several workers got fewer values than were wanted.
 
-    Its `exceptions` are those of the members, in their order.
+    Its `exceptions` are the members' errors, in their order.
 
     failed: the names of the members whose function raised.
-    lost: of those that died or left before they answered.
-    missing: of those that did not answer in time, or could not be asked.
+    lost: of members that died or left before they answered.
+    missing: of members that did not answer in time, or could not be asked.
     """
 
     def __new__(cls, message: str, errors: Sequence[Exception] = ()) -> GroupError:
-        """errors: of the members; where none are known any more, the message stands for them."""
+        """errors: of the members; without any, the message stands for them."""
         return ExceptionGroup.__new__(cls, message, errors or [RpcError(message)])
 
     def __init__(self, message: str, errors: Sequence[Exception] = ()) -> None:
@@ -269,7 +269,7 @@ class GroupError(RpcError, ExceptionGroup[Exception]):
         self.missing: tuple[str, ...] = ()
 
     def derive(self, errors: Sequence[Exception], /) -> GroupError:  # type: ignore[override]  # typed for any exceptions
-        """Some of it, as ``except*`` takes it apart."""
+        """A part of it, for ``except*``."""
         part = GroupError(self.message, errors)
         part.failed, part.lost, part.missing = self.failed, self.lost, self.missing
         return part
@@ -283,7 +283,7 @@ class ProtocolError(RpcError):
 
 
 class RemoteError(RpcError):
-    """The remote function raised an exception that cannot be raised here as itself.
+    """The remote function raised an exception that cannot be made again here.
 
     type_name: qualified name of the type of the remote exception.
     remote_message: its text.

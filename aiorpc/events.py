@@ -1,11 +1,10 @@
-"""What a worker tells its program: news of the group, and the steps of its calls.
+"""Membership events of the group, and call events of a worker.
 
-``async for event in worker.events()`` yields news of the group, as one worker has them.
-`worker.observe_calls(observer)` shows the steps of calls to a `CallObserver`.
-
-An event is about a worker and asks nothing of the program. The errors of calls to such a worker are others:
-`aiorpc.PeerLost` goes with `WorkerLost`, `aiorpc.PeerLeft` with `WorkerLeft`. `aiorpc.WorkerClosed` is about the
-program's own worker, of which no event is told: its events end.
+``async for event in worker.events()`` yields membership events, as this worker sees them.
+`worker.observe_calls(observer)` shows the steps of calls to a `CallObserver`. An event needs no action of the program.
+Calls to the worker of an event fail with errors of their own: `aiorpc.PeerLost` goes with `WorkerLost`,
+`aiorpc.PeerLeft` with `WorkerLeft`. There is no event for the end of the program's own worker: its events end, and its
+verbs raise `aiorpc.WorkerClosed`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Exceptions of other people's code, handled so that nothing they do gets in the way.
+"""Safe handling of exceptions of users' classes.
 
-A class of exceptions can redefine how it is shown, copied, compared, and how its attributes are read and set; each of
-those can raise, even SystemExit. What has to go on whatever comes goes past all of that, by the functions here.
+Such a class can redefine how it is shown, copied and compared, and how its attributes are read and set; each of these
+can raise, even SystemExit. The functions here bypass all of that, for code that must not fail.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import MemberDescriptorType, TracebackType
 from typing import Any
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
-# The attributes where the interpreter itself looks, which no class can redefine.
+# The interpreter's own descriptors, which no class can redefine.
 _FIELDS: dict[str, Any] = {
     name: BaseException.__dict__[name] for name in ("args", "__cause__", "__context__", "__traceback__", "__dict__")
 }
-# And those of a class, which no metaclass can redefine.
+# The same of classes, which no metaclass can redefine.
 _OF_CLASS: dict[str, Any] = {name: type.__dict__[name] for name in ("__flags__", "__mro__", "__base__", "__dict__")}
 
 
@@ -31,14 +31,14 @@ def name_of(error: BaseException) -> str:
     """The name of its type. Never raises."""
     try:
         return str(type.__dict__["__name__"].__get__(type(error)))
-    except Exception:  # a name that is no text
+    except Exception:  # the name is not a str
         return "an exception"
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, or a word that it cannot be made. Never raises."""
+    """``str(error)``, or a note that it failed. Never raises."""
     try:
-        return "" + str(error)  # a text of a class of its own becomes a plain one
+        return "" + str(error)  # an instance of a subclass of str becomes a plain str
     except BaseException as broken:
         return f"<its text cannot be made: {name_of(broken)}>"
 
@@ -49,7 +49,7 @@ def said(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """What is printed for it, or a word that it cannot be made. Never raises."""
+    """The printed traceback, or a note that it failed. Never raises."""
     try:
         return "".join(traceback.format_exception(error))
     except BaseException as broken:
@@ -72,38 +72,38 @@ def set_args(error: BaseException, args: tuple[Any, ...]) -> None:
 
 
 def with_traceback(error: BaseException, trace: TracebackType | None) -> BaseException:
-    """The same error with that traceback."""
+    """Set the traceback of an error and return it."""
     return BaseException.with_traceback(error, trace)
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As its own `add_note`, where it takes any."""
+    """As `error.add_note(note)`, if it accepts one."""
     with contextlib.suppress(BaseException):
         BaseException.add_note(error, note)
 
 
 def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> BaseException | None:
-    """An equal error without traceback, made without a call of its own code; None where that cannot be.
+    """An equal error without traceback, made without running its class's code; None if that is impossible.
 
-    kind: its type, if that is to be another one, which inherits from the type of this one.
+    kind: another type for it, a subclass of its own.
     """
     kind = type(error) if kind is None else kind
     try:
         base: Any = base_of(kind)
-        args = base.__reduce__(error)[1]  # some have more than their ``args``
+        args = base.__reduce__(error)[1]  # may have more than ``args``
         twin: BaseException = base.__new__(kind, *args)
         base.__init__(twin, *args)
         field(twin, "__dict__").update(field(error, "__dict__"))
         for slot in slots_of(type(error)).values():
-            with contextlib.suppress(AttributeError):  # nothing is in it
+            with contextlib.suppress(AttributeError):  # it is empty
                 slot.__set__(twin, slot.__get__(error))
-        for member in members_of(base).values():  # such as the name of a module, which is not among its ``args``
+        for member in members_of(base).values():  # such as `ImportError.name`, which is not among ``args``
             value = member.__get__(error)
             if value is not None:
                 with contextlib.suppress(AttributeError):  # it cannot be changed
                     member.__set__(twin, value)
         set_cause(twin, field(error, "__cause__"))
-    except Exception:  # made of other arguments than it has now
+    except Exception:  # its constructor takes other arguments
         return None
     return twin
 
@@ -111,11 +111,11 @@ def copy_of(error: BaseException, kind: type[BaseException] | None = None) -> Ba
 def log_error(
     logger: logging.LoggerAdapter[logging.Logger], level: int, error: BaseException, message: str, *args: object
 ) -> None:
-    """Log a message with the traceback of an error. Never raises, whatever showing the error runs into."""
+    """Log a message with the traceback of an error. Never raises, even if showing the error fails."""
     try:
         logger.log(level, message, *args, exc_info=error)
     except BaseException:
-        with contextlib.suppress(BaseException):  # else it is a handler of the program's own
+        with contextlib.suppress(BaseException):  # a log handler of the program fails
             logger.log(level, f"{message}\n%s", *args, traceback_of(error))
 
 
@@ -123,7 +123,7 @@ def log_error(
 
 
 def base_of(kind: type[BaseException]) -> type[BaseException]:
-    """The exception of the interpreter that it is one of, by which it is laid out."""
+    """The interpreter's own exception class that `kind` inherits from, which determines its layout."""
     while _made_in_python(kind):
         kind = _OF_CLASS["__base__"].__get__(kind)
     return kind
@@ -134,18 +134,18 @@ def _made_in_python(kind: type) -> bool:
 
 
 def classes_of(kind: type) -> list[type]:
-    """The classes among those that it inherits from, itself among them, that are not the interpreter's own."""
+    """`kind` and its base classes, without the interpreter's own."""
     return [each for each in _OF_CLASS["__mro__"].__get__(kind) if _made_in_python(each)]
 
 
 def names_of(kind: type) -> Mapping[str, Any]:
-    """The attributes that a class itself defines."""
+    """The attributes that the class itself defines."""
     names: Mapping[str, Any] = _OF_CLASS["__dict__"].__get__(kind)
     return names
 
 
 def members_of(kind: type) -> dict[str, Any]:
-    """Its fields outside of the ``__dict__`` of an exception, by their names."""
+    """The class's fields outside of the instance's ``__dict__``, by their names."""
     return {name: member for name, member in names_of(kind).items() if type(member) is MemberDescriptorType}
 
 

@@ -1,7 +1,7 @@
 """One Future for every caller: blocking threads, ``await`` on any loop, callbacks, torch's C++ helpers.
 
-Its states, and who changes them. A Future leaves PENDING once. The first who settles it wins, and every later one
-learns that it was too late.
+The table has its states and transitions. A Future leaves PENDING once. The first settler wins; every later one learns
+that it was too late.
 
     from      event                                     to       seen by
     PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
@@ -10,18 +10,18 @@ learns that it was too late.
     VALUE, ERROR   any settler                          unchanged; `set_*` raise, `_settle` returns False
 
 Invariants
-1. ``_callbacks`` begins with `UNCLAIMED`; whoever takes that out with the atomic ``list.remove`` settles. Nothing else
-   decides.
-2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
-3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or
-   by a registrar that finds the Future settled after it appended. Nobody takes one while the Future is PENDING. A
-   thread that waits runs none: it takes its own lock back, or else somebody has taken that and is about to release it.
+1. ``_callbacks`` begins with `UNCLAIMED`; the thread that removes it with the atomic ``list.remove`` settles. Nothing
+   else decides.
+2. ``_state`` is written after the outcome: a thread that sees VALUE or ERROR can read the outcome without a lock.
+3. Each registered callback runs exactly once: the settler takes it from the list by an atomic ``list.pop``, or a thread
+   that registers it and then finds the Future settled. No thread takes one while the Future is PENDING. A waiting
+   thread runs none: it removes its own lock, or another thread has taken the lock and is about to release it.
 4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop, nor in one that waits for a
    call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
-6. Settling runs no code of a value's or an error's class (`foreign.py`): whatever that raised would be the settler's.
-7. An exception of a signal handler may interrupt a settler. Another thread then does the rest, with the callback that
-   was interrupted once more: internal callbacks may run twice.
+6. Settling runs no code of a value's or an error's class (`foreign.py`), whose exceptions would reach the settler.
+7. An exception of a signal handler may interrupt a settler. Another thread then does the rest, and runs the
+   interrupted callback again: internal callbacks may run twice.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ PENDING, VALUE, ERROR = 0, 1, 2
 _CFuture = torch._C.Future
 _running_loop = asyncio._get_running_loop
 _LOCK = type(threading.Lock())
-#: Stands among the callbacks of a Future until somebody settles it.
+#: Stands among the callbacks of a Future until a thread settles it.
 UNCLAIMED: Any = object()
 _FIRST = (0,)
-# So many seconds after a deadline a thread that waits ends the call itself. Before that it is for the loop to say.
+# Seconds after a deadline at which a waiting thread ends the call itself; the loop should do it before.
 GRACE = 0.2
 _NEVER = float("inf")
-# Of a long text that says what a Future stands for, so many characters are shown at either end.
+# The characters that are shown at either end of a Future's long description.
 _SHOWN = 200
 
 
 class ArrivalForFuture(Protocol):
-    """The tensors of a value that are still being made on streams of devices."""
+    """Tensors of a value that streams of devices still make."""
 
     def join(self) -> None:
         """Make the current streams of this thread wait for them."""
@@ -80,36 +80,35 @@ class Future(torch.futures.Future[T], Generic[T]):
     All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the
     Future cancels the call only if nothing else waits for it; the callee may have run in part, or not at all.
 
-    devices: as torch's: the devices that tensors of the result may live on. When the Future is completed it remembers
-        what the current streams of these devices had been given. Taking the value (`wait`, `value`, ``await``, a
-        callback) makes the current streams there wait for that. Nothing on the host waits for a device. Futures of
-        calls do so, too.
+    devices: as torch's: the devices that tensors of the result may live on. Completing the Future records the work of
+        the current streams of these devices. Taking the value (`wait`, `value`, ``await``, a callback) makes the
+        current streams wait for that work. The host waits for no device. Futures of calls do the same.
     """
 
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
 
-    # For whoever settles it, to be set before anybody else has it.
+    # Set by its maker before other code has it.
     _subject: str = "a Future"  # what it stands for
-    _site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
-    _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
-    _home_thread: int | None = None  # the thread that made that loop, and is to run it; None if that is not known
-    _deadline: float | None = None  # when it settles at the latest, in `time.monotonic()` seconds; None: not known
+    _site: CallSite | None = None  # where it was made; if set, an unseen failure is logged
+    _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; a wait on its thread would never end
+    _home_thread: int | None = None  # the thread that made that loop and has to run it, if known
+    _deadline: float | None = None  # the latest time of its end (`time.monotonic()`), if known
     _executor: Executor | None = None
-    _sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
-    _arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
+    _sources: Sequence[Future[Any]] = ()  # Futures that it waits for
+    _arrival: ArrivalForFuture | None = None  # of tensors of the value; set before it settles
 
     _state: int = PENDING
     _value: Any = None
     _error: BaseException | None = None
-    _trace: TracebackType | None = None  # what the error's traceback was when it came
+    _trace: TracebackType | None = None  # the error's first traceback
     _unobserved: Unobserved | None = None
-    _seen: bool = False  # whether nobody is to be told of its error: see `_mark_seen`
-    _marks: Marks | None = None  # makes the arrival of what a callback returns
-    _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
+    _seen: bool = False  # whether its error needs no log: see `_mark_seen`
+    _marks: Marks | None = None  # makes the arrival of a callback's value
+    _apart: bool = False  # whether the settling thread must not run users' callbacks
     _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
-    _parent: Callable[[], Future[Any] | None] = staticmethod(lambda: None)  # whose `then` has made it
-    _homes_beside: Collection[Home] = ()  # loops that have to run besides `_loop` and those of `_sources`
+    _parent: Callable[[], Future[Any] | None] = staticmethod(lambda: None)  # whose `then` made it
+    _homes_beside: Collection[Home] = ()  # further loops that have to run
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         if devices:
@@ -120,9 +119,9 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def _settle(self, value: Any, error: BaseException | None = None) -> bool:
-        """Complete with a value or any error; False if somebody else did so first. Any thread.
+        """Complete with a value or any error; False if another thread did so first. Any thread.
 
-        Raises nothing, but for what a signal handler does, or Ctrl-C in a callback that runs here; it is complete then.
+        Raises only exceptions of signal handlers, and Ctrl-C in a callback that runs here; it is complete then.
         """
         try:
             try:
@@ -147,7 +146,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _publish_outcome(self, value: Any, error: BaseException | None) -> None:
-        """What `_settle` does before callbacks run, or, if that was interrupted, what is left of it."""
+        """Store the outcome and complete torch's half, or the rest of that if `_settle` was interrupted."""
         if self._state != PENDING:
             pass
         elif error is None:
@@ -156,7 +155,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         else:
             self._error = error
             self._trace = foreign.field(error, "__traceback__")
-            if self._site is not None and self._unobserved is None:  # before anybody can look at it
+            if self._site is not None and self._unobserved is None:  # before other threads can look at it
                 self._unobserved = Unobserved(self._describe(), error)
                 if self._seen:
                     self._unobserved.seen = True
@@ -173,7 +172,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._complete_on_devices(value)
         elif self._twins:
             _CFuture.set_result(self, self._twin(value))
-        elif foreign.is_a(value, BaseException):  # whoever raises it makes the cycle that `_Failure` tells of
+        elif foreign.is_a(value, BaseException):  # raising it would make the cycle that `_Failure` describes
             twin = foreign.copy_of(value)
             _CFuture.set_result(self, value if twin is None else twin)
         else:
@@ -185,12 +184,12 @@ class Future(torch.futures.Future[T], Generic[T]):
             daemon(self._settle_the_rest, value, error, name="aiorpc-settler").start()
 
     def _settle_the_rest(self, value: Any, error: BaseException | None) -> None:
-        """Do what an interrupted `_settle` has left to do. In a thread of its own, where no signal handler runs."""
+        """Do the rest of an interrupted `_settle`. In a thread of its own, where no signal handler runs."""
         self._publish_outcome(value, error)
         self._run_callbacks(True)
 
     def _complete_on_devices(self, value: Any) -> None:
-        """torch looks for tensors in the value, and for that it pickles it."""
+        """Complete torch's half, which pickles the value to find its tensors, and may fail."""
         try:
             _CFuture.set_result(self, value)
         except BaseException as error:
@@ -200,7 +199,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture.set_result(self, _Failure(self, self._error))
 
     def _twin(self, value: T) -> T:
-        """An equal value that does not lead back here, as the traceback of an error in it may. See `_Failure`."""
+        """An equal value for torch's half, without errors whose tracebacks lead back here. See `_Failure`."""
         return value
 
     def set_result(self, result: T) -> None:
@@ -209,9 +208,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise self._already_complete()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
-        """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete.
+        """Complete with an error, which waiters raise. RpcUsageError if it is already complete.
 
-        AssertionError, as with torch, for what is no Exception.
+        AssertionError, as in torch, if `result` is not an Exception.
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
@@ -237,7 +236,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _on_cancel(self) -> None:
-        """Called after `cancel` settled it; that of a call tells the callee."""
+        """Called after `cancel` settled it. A call's tells the callee."""
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +245,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return self._state != PENDING
 
     def cancelled(self) -> bool:
-        """Whether it ended with RpcCancelled: by `cancel`, or because the callee answered with that."""
+        """Whether it ended with RpcCancelled: by `cancel`, or as the callee's answer."""
         return foreign.is_a(self._error, RpcCancelled)
 
     def value(self) -> T:
@@ -275,7 +274,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return len(self._callbacks) - (UNCLAIMED in self._callbacks)
 
     def _describe(self) -> str:
-        """What this Future stands for, with the place that made it where that is known."""
+        """What this Future stands for, with the place that made it, if known."""
         return self._subject if self._site is None else f"{self._subject} (made at {describe_site(self._site)})"
 
     def __repr__(self) -> str:
@@ -283,7 +282,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         return f"<aiorpc.Future {state}: {self._describe()}>"
 
     def _mark_seen(self) -> None:
-        """Somebody has dealt with its error, which may be about to come, so nothing is logged when it is collected."""
+        """Its error, present or future, is dealt with: log nothing when it is collected."""
         self._seen = True
         if self._unobserved is not None:
             self._unobserved.seen = True
@@ -293,12 +292,12 @@ class Future(torch.futures.Future[T], Generic[T]):
             if self._arrival is not None:
                 self._arrival.join()
             elif self._devices:
-                _CFuture.wait(self)  # torch's half knows on which streams it was completed
+                _CFuture.wait(self)  # torch's half knows the streams of its completion
             value: T = self._value
             return value
         self._mark_seen()
         try:
-            # Each raise appends to the traceback, so it starts again from what came with the error.
+            # Each raise appends to the traceback, so start again from the first one.
             raise foreign.with_traceback(self._error, self._trace)
         finally:
             del self  # the traceback holds this frame: a cycle would keep all of the callers' locals alive
@@ -315,8 +314,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             passes RpcTimeout is raised, and the Future is untouched.
 
         Raised here: the error of the Future; WouldBlockLoop on the thread of the loop that has to settle it, and after
-        a second on a thread whose loop should run and does not; RpcUsageError for a negative timeout. In a handler
-        whose caller has given up RpcCancelled, once, unless the handler has asked ``aiorpc.cancelled()``.
+        a second on a thread whose loop should run and does not; RpcUsageError for a negative timeout. RpcCancelled,
+        once, in a handler whose caller has given up, unless the handler has asked ``aiorpc.cancelled()``.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused, too
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
@@ -349,13 +348,13 @@ class Future(torch.futures.Future[T], Generic[T]):
         executor.waited(time.monotonic() - began)
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
-        """Do what this thread can do for it to settle, until `enough()`: read the answers that it waits for."""
+        """Read the answers that it waits for in this thread, until `enough()`."""
         for one in self._awaited():
             if type(one)._look_out is not Future._look_out:  # a call
                 one._look_out(enough)
 
     def _awaited(self) -> Iterator[Future[Any]]:
-        """It, and what it waits for, as far as that has not settled."""
+        """This Future and those that it waits for, without the settled ones."""
         left: list[Future[Any]] = [self]  # not by recursion, and each once: `_end_overdue` says why
         seen: dict[int, Future[Any]] = {}
         while left:
@@ -370,7 +369,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         gate = threading.Lock()
         gate.acquire()
         self._callbacks.append(gate)
-        if self._state != PENDING and self._remove_callback(gate):  # whoever settles it runs the others
+        if self._state != PENDING and self._remove_callback(gate):  # the settler runs the others
             return
         observer, call = block_observer.get(), served.get()
         if observer is not None:
@@ -393,7 +392,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             if not self._waiters and not self.cancel():  # as there
                 self._mark_seen()
             raise RpcCancelled(given_up)
-        # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
+        # If the callback is gone already, another thread settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self._describe()}", seconds=timeout or 0.0)
 
@@ -411,24 +410,24 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _let_go(self, gate: threading.Lock) -> None:
-        """The thread that waits there is to wait no longer. Whoever has taken the lock out of the list releases it."""
+        """End a thread's wait. The thread that takes the lock out of the list releases it."""
         if self._remove_callback(gate):
             gate.release()
 
     def _end_overdue(self, now: float) -> float:
-        """End the calls that it waits for and whose time was up a while ago, as their loop has not done so. Any thread.
+        """End overdue calls that it waits for, because their loops have not. Any thread.
 
         Returns the earliest deadline of the others, or infinity.
         """
         due = _NEVER
-        # Not by recursion: chains of `then` may be as long as they like. Each once: ways may fork and meet again.
+        # No recursion: chains of `then` may be long. Each once: paths may fork and meet again.
         left: list[Future[Any]] = [self]
         seen: dict[int, Future[Any]] = {}
         while left:
             one = left.pop()
             parent = one._parent()
             for each in one._sources if parent is None else [*one._sources, parent]:
-                if type(each)._end_overdue is not Future._end_overdue:  # a call, which says it for itself
+                if type(each)._end_overdue is not Future._end_overdue:  # a call, with a deadline of its own
                     due = min(due, each._end_overdue(now))
                 elif id(each) not in seen:
                     seen[id(each)] = each
@@ -444,9 +443,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         return homes
 
     def _refuse_idle_loop(self, awaited: bool) -> None:
-        """Raise WouldBlockLoop if a loop has to run that is this thread's, and does not.
+        """Raise WouldBlockLoop if a loop of this thread has to run and does not.
 
-        awaited: whether this thread runs another one meanwhile; else it waits.
+        awaited: whether this thread runs another loop; if not, it waits.
         """
         here = threading.get_ident()
         for loop, thread in self._homes():
@@ -513,9 +512,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Call `callback(self)` once it settles; at once if it has. Never on a thread that runs a loop.
 
         The callback may block, and may make blocking calls. It runs in this thread if the Future has settled, in a
-        thread of the pool if it stands for a call, else in the thread that settles it. Callbacks run one after the
-        other, in their order, with those of `then` among them. What a callback raises is logged; Ctrl-C in the main
-        thread goes on.
+        thread of the pool if it stands for a call, and otherwise in the thread that settles it. Callbacks run one after
+        the other, in their order, as do those of `then`. A callback's error is logged; Ctrl-C in the main thread goes
+        on.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
@@ -524,13 +523,13 @@ class Future(torch.futures.Future[T], Generic[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error.
 
-        Of the Future of a call it is logged if nobody looks at it, as the error of the call would be.
+        For the Future of a call, an unseen error is logged, like an unseen error of the call.
         """
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future(devices=self._devices)
         child._subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {_shortened(self._subject)}"
-        child._site = self._site  # what it fails with has been looked at by the callback alone
+        child._site = self._site  # only the callback has seen its failure
         child._loop, child._executor = self._loop, self._executor
         child._home_thread = self._home_thread
         child._parent = weakref.ref(self)  # weak: chains of them would keep all values
@@ -552,7 +551,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if ends_program(error):
                     raise
             finally:
-                # The traceback of the error has this frame: it must not lead back to who has the error (`_outcome`).
+                # The traceback of the error has this frame, which must not lead back to the Future (`_outcome`).
                 held.clear()
                 del made, parent
 
@@ -580,7 +579,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             while callbacks:
                 try:
-                    taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
+                    taken += map(callbacks.pop, _FIRST)  # by one call of C: an interrupt cannot lose it
                 except IndexError:  # another thread has come first
                     break
                 callback = taken[0]
@@ -629,16 +628,16 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._run_callbacks(True)
 
 
-#: What waits for a Future: an internal callback, one of the user's, the loop and the asyncio Future of a task that
-#: awaits it, or the lock at which a thread waits. The latter two are no functions, to run one less for each call.
+#: A waiter of a Future: an internal callback; a user's callback; the loop and the asyncio Future of a task that awaits
+#: it; or the lock of a waiting thread. The last two are not functions, which saves a call of one.
 _Registered = Any
 
 
 class _Failure:
-    """What torch's C++ half keeps in place of an error: a way to find it, and to make an equal one if it is gone.
+    """Stands for an error in torch's C++ half: a weak way to the error, and an equal one in case it is gone.
 
-    Raising fills in the traceback, whose frames often hold the Future. The garbage collector sees that cycle in Python
-    but not through C++: with the error itself there, Future and frames would never be freed.
+    Raising fills in the traceback, whose frames often hold the Future. The garbage collector does not see that cycle
+    through C++: with the error itself there, Future and frames would never be freed.
     """
 
     __slots__ = ("future", "twin")
@@ -649,7 +648,7 @@ class _Failure:
 
 
 def twin_of(error: BaseException) -> BaseException:
-    """An equal error that has not been raised, so that it leads to no frames."""
+    """An equal error without a traceback, which leads to no frames."""
     twin = foreign.copy_of(error)
     if twin is None:
         twin = RpcError(foreign.said(error))
@@ -669,18 +668,18 @@ def _joined(arrival: ArrivalForFuture, value: Any) -> Any:
 
 
 def _shortened(subject: str) -> str:
-    """What a Future stands for, for the text of one that comes out of it: a chain of them must not grow with each."""
+    """A Future's description for the text of a derived Future: texts must not grow along a chain."""
     return subject if len(subject) <= 2 * _SHOWN else f"{subject[:_SHOWN]}...{subject[-_SHOWN:]}"
 
 
 def wake(waiter: asyncio.Future[None]) -> None:
-    """On the loop of a task that awaits: let it go on, if nobody has cancelled it."""
+    """On the loop of an awaiting task: let it go on, unless it was cancelled."""
     if not waiter.done():
         waiter.set_result(None)
 
 
 AnyFuture = torch.futures.Future[Any]
-#: A loop, and the thread that made it, where these are known.
+#: A loop and the thread that made it, if known.
 Home = tuple[asyncio.AbstractEventLoop | None, int | None]
 
 

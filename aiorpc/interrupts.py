@@ -1,21 +1,21 @@
-"""Signals, and whatever else runs Python in the midst of the runtime. The model, in ten lines:
+"""Signals, and other Python code that runs in the middle of the runtime's. The model, in ten lines:
 
 1. Ctrl-C ends the wait of a blocking verb with KeyboardInterrupt; the worker stays usable. Anywhere else inside of the
    runtime it is deferred, to the next wait or to the border of the runtime, for `PATIENCE` seconds at most.
 2. That needs a handler of ours, and no look on the path of a call. The first worker installs it if it is started in the
    main thread and SIGINT has Python's default handler; the last one gives that back. Other handlers stay untouched.
-3. What a handler of the program's raises ends a wait, too. In code of the program's that the runtime runs (a callback,
-   `__reduce__`) it is that code's error. Elsewhere it reaches the program as it is and closes the worker: verbs raise
+3. An exception of a program's own handler ends a wait, too. In code of the program that the runtime runs (a callback,
+   `__reduce__`) it is that code's error. Elsewhere it reaches the program unchanged and closes the worker: verbs raise
    WorkerClosed with its name, the others see a goodbye.
-4. A signal handler, a finalizer or a trace function may block in a verb wherever it interrupts this thread: what is
-   about to block gives back the turns at sockets that frames below it have (`give_back`).
+4. A signal handler, a finalizer or a trace function may block in a verb wherever it interrupts this thread: before it
+   blocks, it gives back the turns at sockets of the frames below it (`give_back`).
 
-A wait is a call of `acquire` or `pause`, which hold nothing, and a frame of the runtime is one of a module of aiorpc.
-A deferred signal is sent again by a thread, each millisecond: the next one finds another instruction.
+A wait is a call of `acquire` or `pause`, which hold nothing. A frame of the runtime is a frame of a module of aiorpc.
+A thread sends a deferred signal again each millisecond: the next signal finds another instruction.
 
-Turns. A thread that waits for an answer reads the socket itself, and one that sends writes it. `give_back` empties the
-turns of its thread and has the loop go on from there. The invariant: each step of a turn that others would see is one
-call of C that takes an argument from the turn. The interrupted frame goes on later, and its next such step raises
+Turns. A thread that waits for an answer reads the socket itself, and a thread that sends writes it. `give_back` empties
+the turns of its thread, and the loop goes on from there. The invariant: each visible step of a turn is one call of C
+that takes an argument from the turn. The interrupted frame goes on later, and its next such step raises
 `TurnEnded` and does nothing.
 """
 
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-# Seconds for which SIGINT is deferred: who does not come to a wait meanwhile is interrupted where it is.
+# Seconds for which SIGINT is deferred. A thread that comes to no wait meanwhile is interrupted where it is.
 PATIENCE = 1.0
 # Seconds until a deferred SIGINT is sent again.
 _AGAIN = 0.001
@@ -47,7 +47,7 @@ TurnEnded = IndexError
 
 
 def acquire(lock: threading.Lock, timeout: float = -1) -> bool:
-    """Wait for a lock that another thread releases; whether it has, within so many seconds."""
+    """Wait for a lock that another thread releases. Returns whether it did within `timeout` seconds."""
     give_back()
     return lock.acquire(timeout=timeout)
 
@@ -61,7 +61,7 @@ _WAITS: frozenset[CodeType] = frozenset((acquire.__code__, pause.__code__))
 
 
 def has_ended_wait(error: BaseException) -> bool:
-    """Whether the frame that asks has caught what was raised in a wait of its own, so that nothing is half done."""
+    """Whether an error that the calling frame has caught was raised in a wait: nothing is half done then."""
     trace = BaseException.__dict__["__traceback__"].__get__(error)
     while trace is not None and _is_runtime(trace.tb_frame):
         if trace.tb_frame.f_code in _WAITS:
@@ -82,14 +82,14 @@ class _Interrupts:
     """The handler of SIGINT. All but `_send_again` runs in the main thread."""
 
     def __init__(self) -> None:
-        self._since = 0.0  # when the one that is deferred came; 0 if none is
-        self._sender = 0  # the process in which a thread is about to send it again
+        self._since = 0.0  # when the deferred SIGINT came; 0 if none is deferred
+        self._sender = 0  # id of the process in which a thread will send it again
 
     def follow(self, alive: bool) -> None:
-        """Install the handler, or give the former one back. alive: whether there are workers. Any thread."""
+        """Install the handler, or restore Python's. alive: whether there are workers. Any thread."""
         if threading.current_thread() is not threading.main_thread():
             return
-        with contextlib.suppress(ValueError):  # it is the main thread of an interpreter that is not the main one
+        with contextlib.suppress(ValueError):  # this is not the main interpreter
             if alive and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self.handle)
             elif not alive and signal.getsignal(signal.SIGINT) == self.handle:
@@ -104,7 +104,7 @@ class _Interrupts:
         self._since = self._since or now
         if self._sender != os.getpid():
             self._sender = os.getpid()
-            _thread.start_new_thread(self._send_again, ())  # one of `threading` takes locks that this thread may have
+            _thread.start_new_thread(self._send_again, ())  # `threading` takes locks that this thread may hold
 
     def _send_again(self) -> None:
         time.sleep(_AGAIN)
@@ -116,7 +116,7 @@ class _Interrupts:
 
 
 def _may_interrupt(frame: FrameType | None) -> bool:
-    """Whether it is outside of the runtime, or in a wait."""
+    """Whether the frame is outside of the runtime, or in a wait."""
     while frame is not None:
         if _is_runtime(frame):
             return frame.f_code in _WAITS
@@ -129,12 +129,12 @@ follow = _interrupts.follow
 
 
 def ends_program(error: BaseException) -> bool:
-    """Whether it is a KeyboardInterrupt of the main thread, where Ctrl-C comes."""
+    """Whether it is a KeyboardInterrupt in the main thread, where Ctrl-C arrives."""
     return issubclass(type(error), KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C, and no KeyboardInterrupt that code of the program's has raised."""
+    """Whether it is Ctrl-C, and not a KeyboardInterrupt that the program has raised."""
     if not issubclass(type(error), KeyboardInterrupt):
         return False
     last = _last(BaseException.__dict__["__traceback__"].__get__(error))
@@ -151,7 +151,7 @@ def _last(trace: TracebackType | None) -> TracebackType | None:
 
 
 class SocketTurn(list[Any]):
-    """What one turn needs in its calls of C; empty once it has ended. end: has others go on; idempotent."""
+    """The arguments of a turn's calls of C; empty once the turn has ended. end: lets others go on; idempotent."""
 
     __slots__ = ("end",)
 
@@ -160,7 +160,7 @@ class SocketTurn(list[Any]):
         self.end: Callable[[], None] = end
 
     def has_raised(self, error: BaseException) -> bool:
-        """Whether it has ended, and that error says so: none that a signal handler has raised."""
+        """Whether the turn has ended and `error` is the resulting TurnEnded, not a signal handler's error."""
         last = _last(error.__traceback__)
         return not self and last is not None and last.tb_frame.f_globals["__name__"].startswith(_STEPS)
 
@@ -174,23 +174,23 @@ _turns = _SocketTurns()
 
 
 def begin(turn: SocketTurn) -> None:
-    """The calling thread is about to take that turn; `leave` has to follow."""
+    """The calling thread is about to take a turn; `leave` has to follow."""
     _turns.mine.append(turn)
 
 
 def leave(turn: SocketTurn) -> None:
-    """That turn is over."""
+    """The turn is over."""
     mine = _turns.mine
-    while mine and mine[-1] is not turn:  # one of a frame above that was interrupted before it could leave it
+    while mine and mine[-1] is not turn:  # an interrupted frame above did not leave its turn
         mine.pop()
     mine.pop()
 
 
 def give_back() -> None:
-    """The calling thread is about to block: it ends the turns that it has.
+    """The calling thread is about to block: end its turns.
 
-    They stay where they are until they are left: an interrupted frame may just be about to take its lock, and go on
-    until it looks at its turn.
+    They stay in the list until `leave`: an interrupted frame may be about to take its lock, and goes on until it looks
+    at its turn.
     """
     for turn in _turns.mine:
         turn.clear()

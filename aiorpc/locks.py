@@ -1,10 +1,8 @@
-"""Locks that are given back whatever a signal handler raises as a ``with`` takes them.
-
-On Python 3.14, and no other, a handler may run between taking a lock and the body of the ``with``: what it raises there
-passes the ``with`` by, and the lock stays locked for good. So there a lock is taken by a function of its own, which
-gives it back; from that the interpreter returns without a look for signals. The lock has to know its owner for that, so
-one that nobody enters twice is an RLock, too. What gives it back at the end stays a function of C's: one of Python's
-could be interrupted before it has done anything.
+"""Locks that are released even if a signal handler raises while a ``with`` takes them. Only on Python 3.14 a handler
+may run between taking a lock and the body of the ``with``; its exception would leave the lock locked for good. So on
+3.14 ``__enter__`` is a Python function that releases the lock on an error; the interpreter returns from it without
+looking for signals. It must know the owner, so `Lock` is an RLock there. ``__exit__`` stays a C function: a Python one
+could be interrupted before it begins.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ if sys.version_info[:2] == (3, 14):
     from _thread import RLock as _RLock
 
     class RLock(_RLock):
-        """As that of ``threading``."""
+        """As ``threading.RLock``."""
 
         def __enter__(self) -> bool:
             taken = False
@@ -28,7 +26,7 @@ if sys.version_info[:2] == (3, 14):
             return taken
 
     class Lock(RLock):
-        """One that nobody enters twice."""
+        """A lock that no thread enters twice."""
 
 else:
     from _thread import RLock as RLock
@@ -39,7 +37,7 @@ __all__ = ["Lock", "RLock", "is_owned", "release"]
 
 
 def release(lock: Any) -> None:
-    """Let go of that RLock, once; nothing if this thread does not hold it (any more)."""
+    """Release an RLock once; no effect if this thread does not hold it (any more)."""
     try:
         lock.release()
     except RuntimeError:
@@ -47,6 +45,6 @@ def release(lock: Any) -> None:
 
 
 def is_owned(lock: Any) -> bool:
-    """Whether this thread holds that RLock; as threading.Condition asks."""
+    """Whether this thread holds an RLock, as threading.Condition asks."""
     owned: bool = lock._is_owned()
     return owned

@@ -1,4 +1,4 @@
-"""The log of aiorpc: each line begins with the worker that speaks, and no log handler of a program can do harm."""
+"""The log of aiorpc: each line begins with its worker, and a program's log handler cannot harm the runtime."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from .foreign import traceback_of
 class Log(logging.LoggerAdapter[logging.Logger]):
     """Writes to the logger ``aiorpc``. Any thread.
 
-    A line that does not begin with the worker that speaks gets its name: with Python's default logging the lines of
-    several processes could not be told apart otherwise. The speaker is the worker that `of` has named, else the worker
-    of this process, if it has, or had last, one and no more.
-
-    A handler or a filter of the program's own that raises does not disturb the code that logs: the error goes to
-    stderr, as `logging.Handler.handleError` tells it. What has a traceback is for `foreign.log_error`, which tries once
-    more without.
+    A line that does not begin with its worker's name gets it as a prefix; with Python's default logging the lines of
+    several processes could not be told apart otherwise. The worker is the argument of `of`; by default the only worker
+    of this process. If a handler or a filter of the program raises, its error goes to stderr, as by
+    `logging.Handler.handleError`. `foreign.log_error` logs errors with tracebacks, and tries again without.
     """
 
     def __init__(self, speaker: str = "") -> None:
@@ -30,12 +27,12 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         self._left = True  # whether none of them is there any more
 
     def of(self, worker: str) -> Log:
-        """The same log, in which that worker speaks."""
+        """The same log, for lines of a worker."""
         return Log(worker)
 
     def be_of(self, workers: Iterable[str]) -> None:
-        """These are the workers of this process from now on. Those that have left still have something to say, until
-        all have and another one comes.
+        """Set the workers of this process. Workers that have left may still log, until all have left and another one
+        comes.
         """
         present = frozenset(workers)
         if present:
@@ -57,7 +54,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
                     print(f"--- Logging error ---\n{traceback_of(broken)}", end="", file=sys.stderr)
 
     def _begun(self, text: str, args: tuple[object, ...]) -> str:
-        """The text of a line, with the name of who speaks in front of it if it is not there."""
+        """The text of a line, with the worker's name in front."""
         speaker = self._speaker or (next(iter(self._workers)) if len(self._workers) == 1 else "")
         line = text % args if args else text
         if not speaker or line.startswith((f"worker {speaker}: ", f"worker {speaker} ", f"worker {speaker!r} ")):
@@ -65,5 +62,5 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         return f"worker {speaker}: {text}"
 
 
-#: The one of this process.
+#: The log of this process.
 logger: Log = Log()

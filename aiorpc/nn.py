@@ -4,12 +4,12 @@
     y = embedding(x)                                                             # y = await embedding(x)
     optimizer = DistributedOptimizer(torch.optim.SGD, embedding.remote_parameters(), lr=0.1)
 
-Verbs block, and each has a twin ``..._async`` that returns a Future, for coroutines. Calling the module itself does
-what the place asks for: it returns a Future on the worker's loop, and blocks elsewhere. A forward is one call, so it
-takes part in autograd contexts as any other; the module's ``__call__`` runs, with the hooks that it has there.
+Verbs block, and each has a twin ``..._async`` that returns a Future, for coroutines. Calling the module itself returns
+a Future on the worker's loop, and blocks elsewhere. A forward is one call, so it takes part in autograd contexts as any
+other; the module's ``__call__`` runs, with the hooks that it has there.
 
-Devices. The owner moves tensors among the arguments to the module's device, also inside lists, tuples and dicts. What
-comes back stays on that device if a device map of the caller leads there; else it is moved to the host's memory.
+Devices. The owner moves tensors among the arguments to the module's device, also inside lists, tuples and dicts.
+Results stay on that device if a device map of the caller leads there; otherwise they are moved to the host's memory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _ASSIGN = "assign_to_params_buffers"  # torch's own entry among the versions of 
 
 
 class RemoteModuleError(RpcUsageError, ValueError):
-    """A RemoteModule cannot be made so, or cannot do that; a ``ValueError``, as torch raises."""
+    """An invalid RemoteModule, or a method that it does not support; a ``ValueError``, as in torch."""
 
 
 def _depth_of_user() -> int:
-    """How many stack frames above `Peer.call`, when that is called where this is, the code is that uses the module."""
+    """The `depth` of `Peer.call` that leads to the user's code, for a call from where this is called."""
     depth, frame = 2, sys._getframe(2)
     while frame.f_globals is _HERE and frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
@@ -59,7 +59,7 @@ def _depth_of_user() -> int:
 
 
 def refused(name: str, hint: str) -> Callable[..., NoReturn]:
-    """A method of torch.nn.Module that a RemoteModule does not have. hint: what the error ends with."""
+    """A method of torch.nn.Module that a RemoteModule does not have. hint: the end of the error text."""
 
     def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise RemoteModuleError(f"Method ``{name}`` not supported for RemoteModule{hint}")
@@ -71,20 +71,20 @@ def refused(name: str, hint: str) -> Callable[..., NoReturn]:
 class RemoteModule(Module):
     """A ``torch.nn.Module`` that is made, and runs, on another worker.
 
-    The constructor blocks until it is there. The object may be used from any thread, passed to other workers, which use
+    The constructor blocks until it exists. The object may be used from any thread, passed to other workers, which use
     the same module then, and be a part of a local module: ``parameters()`` of that are the local ones, its ``train``,
     ``eval``, ``state_dict`` and ``load_state_dict`` reach the remote part, and its ``to`` does not. Subclasses travel
     with their attributes. It is no part of TorchScript.
 
     remote_device: ``"worker"``, ``"worker/device"``, ``"rank:0"`` or ``"rank:0/device"``; the device is the owner's,
         ``cpu`` if not given. A device alone means this worker.
-    module_cls: what is called there with `args` and `kwargs`, and returns a module, which is moved to the device.
+    module_cls: a class or function that is called there with `args` and `kwargs`; its module is moved to the device.
     on: name or rank of the owner, as given.
     device: where the module is, there.
 
     Raised here: WouldBlockLoop on the worker's loop: ``await RemoteModule.create(...)`` there. RemoteModuleError (a
-    ValueError) for a remote_device that is none, for a module_cls that makes no module, and for a module in place of
-    its class; RpcUsageError for args that are no tuple; UnknownWorker; what module_cls raised; PeerLost, RpcTimeout.
+    ValueError) for an invalid remote_device, for a module_cls that does not return a module, and for a module in place
+    of its class; RpcUsageError if args is not a tuple; UnknownWorker; the error of module_cls; PeerLost, RpcTimeout.
     After an error nothing is left on the owner.
     """
 
@@ -126,7 +126,7 @@ class RemoteModule(Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Module]) -> Self:
-        """A RemoteModule of a module that exists: what `get_module_rref` gave, or any RRef of one. No call is made.
+        """A RemoteModule of an existing module, from `get_module_rref` or any RRef of a module. No call is made.
 
         remote_device: its owner, and the device that it is on. RemoteModuleError if the RRef has another owner.
         """
@@ -171,7 +171,7 @@ class RemoteModule(Module):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """What the module gives for these arguments; blocks. Raises what it raises, PeerLost, RpcTimeout."""
+        """Run the module on these arguments; blocks. Raises the module's errors, PeerLost, RpcTimeout."""
         self._node().engine.refuse_on_loop("module.forward()", "await module(...)")
         return self.forward_async(*args, **kwargs).wait()
 
@@ -181,7 +181,7 @@ class RemoteModule(Module):
         rref._check()
         peer, timeout = node.peers.by_id(rref._owner), node.engine.default_timeout
         depth = _depth_of_user()
-        if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
+        if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move: no reference travels
             method = Method(*rref._name(), "__call__")
             return peer.call(method, args, kwargs, timeout, depth=depth, options=CallOptions(keeps=rref))
         values = (rref, self.device, self._is_led_to(), args, kwargs)
@@ -194,7 +194,7 @@ class RemoteModule(Module):
         return bool(node.engine.options.device_maps.get(self.module_rref.owner_name()))
 
     def _is_led_to(self) -> bool:
-        """Whether what lies on the module's device can come back from there as it is."""
+        """Whether tensors on the module's device can come back to a device here."""
         node = self._node()
         name = self.device
         device = torch.device(name if name == "cpu" or ":" in name else f"{name}:0")
@@ -264,8 +264,8 @@ class RemoteModule(Module):
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Load a state that `state_dict` made. Blocks; returns the missing and the unexpected keys, as torch does.
 
-        assign: put the tensors in place of the parameters; RRefs of those then refer to what the module uses no more.
-        Raises torch's RuntimeError if the state does not fit.
+        assign: put the tensors in place of the parameters; RRefs of the old ones then refer to unused tensors. Raises
+        torch's RuntimeError if the state does not fit.
         """
         self._node().engine.refuse_on_loop("module.load_state_dict()", "await module.load_state_dict_async(...)")
         return self.load_state_dict_async(state_dict, strict, assign).wait()
@@ -286,12 +286,12 @@ class RemoteModule(Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A local module that this one is a part of loads its state: our part of it goes to the owner."""
+        """An enclosing local module loads its state: send our part to the owner."""
         state: dict[str, object] = OrderedDict(
             (name.removeprefix(prefix), value) for name, value in state_dict.items() if name.startswith(prefix)
         )
         versions = {name: value for name, value in local_metadata.items() if name != _ASSIGN}
-        if versions:  # of the module itself; of those inside of it torch tells nothing here
+        if versions:  # of the module itself; torch gives none of its submodules here
             setattr(state, "_metadata", OrderedDict({"": versions}))  # noqa: B010  # as in `_each_tensor`
         assign = bool(local_metadata.get(_ASSIGN, False))
         try:
@@ -320,14 +320,14 @@ class RemoteModule(Module):
         return super().__reduce_ex__(protocol)
 
     def _take_apart(self) -> dict[str, object]:
-        """What travels of it without pickle (`protocol.trees`)."""
+        """Its parts for safe encoding (`protocol.trees`)."""
         plain = Module().__dict__
         own = {name: value for name, value in self.__dict__.items() if name not in plain}
         return {**own, "training": self.training}
 
     @classmethod
     def _put_together(cls, parts: dict[str, object]) -> Self:
-        """What `_take_apart` was asked of. Raises for parts of other types, and for names that are methods."""
+        """Make it from the parts of `_take_apart`. Raises for parts of other types, and for names of methods."""
         sorts: dict[str, Any] = {"on": (str, int), "device": str, "module_rref": RRef, "training": bool}
         for name, sort in sorts.items():
             if not isinstance(parts.get(name), sort):
@@ -373,7 +373,7 @@ def parse_remote_device(remote_device: str, here: str) -> tuple[To, torch.device
     if isinstance(place, str) or not worker or (worker.startswith("rank:") and rank is None):
         reason = f"; {place}" if isinstance(place, str) else ""
         raise RemoteModuleError(
-            # As torch says it, with more forms; and what torch says of the device.
+            # torch's text, with more forms, and torch's error for the device.
             f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>', "
             f"'rank:<rank>/<device>', '<workername>' or '<device>'{reason}"
         )
@@ -381,7 +381,7 @@ def parse_remote_device(remote_device: str, here: str) -> tuple[To, torch.device
 
 
 def _device(text: str) -> torch.device | str:
-    """The device of that text, or why there is none."""
+    """The device of a text, or the reason why it is invalid."""
     try:
         return torch.device(text)
     except RuntimeError as error:
@@ -393,10 +393,10 @@ def _metadata_of(state: object) -> Mapping[str, Any]:
 
 
 def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules.
+    """The state with changed tensors, in torch's type and with the versions of its modules.
 
-    A tensor that has no shape yet, as in a lazy module that has not run, can be neither changed nor copied: it is made
-    anew, in the host's memory.
+    A tensor of a lazy module that has not run has no shape: it cannot be changed or copied, and is made anew in the
+    host's memory.
     """
     made: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
@@ -405,11 +405,11 @@ def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -
             made[name] = lazy(value.requires_grad, "cpu", value.data.dtype)
         else:
             made[name] = change(value) if isinstance(value, Tensor) else value
-    setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute that only torch knows of
+    setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute without a type
     return made
 
 
-#: What a RemoteModule does not have, by what the error says of it.
+#: Methods that a RemoteModule does not have, by the hint of the error.
 _REFUSED = {
     "they live on its owner; use remote_parameters()": "parameters",
     "they live on its owner; use remote_parameters(), or state_dict() for copies by name": "named_parameters",
@@ -450,14 +450,14 @@ def new_module(
 
 
 def forward(module_rref: RRef[Module], device: str, keep: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler: run it. keep: let what it gives stay on the device."""
+    """Handler: run the module. keep: leave results on the device."""
     place = torch.device(device)
     result = _value_of(module_rref, "__call__")(*moved(args, place), **moved(kwargs, place))
     return result if keep else moved(result, torch.device("cpu"))
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same value with its tensors on that device, also inside lists, tuples and dicts of exact types."""
+    """The value with its tensors on a device, also inside lists, tuples and dicts of exact types."""
     if isinstance(value, Tensor):
         return value.to(device)
     kind = type(value)
@@ -481,20 +481,20 @@ def set_training(module_rref: RRef[Module], mode: bool) -> None:
 
 
 def state_of(module_rref: RRef[Module]) -> dict[str, Any]:
-    """Handler: the state, in the host's memory, copied, as the parameters may change while it is sent."""
+    """Handler: a copy of the state in the host's memory, because parameters may change while it is sent."""
     state = _value_of(module_rref, "state_dict").state_dict()
     return _each_tensor(state, lambda tensor: tensor.to("cpu", copy=True))
 
 
 def load_state(module_rref: RRef[Module], state: dict[str, Any], strict: bool, assign: bool) -> object:
     """Handler: take that state."""
-    if assign:  # what was received may lie in memory that is shared
+    if assign:  # received tensors may lie in shared memory
         state = _each_tensor(state, torch.clone)
     return _value_of(module_rref, "load_state_dict").load_state_dict(state, strict, assign)
 
 
 def _value_of(module_rref: RRef[Module], method: str) -> Module:
-    """The module, of which that method is called. NotAllowed if the caller may not call it."""
+    """The module. Raises NotAllowed if the caller may not call `method`."""
     module = module_rref.local_value()
     rights = permits()
     if rights is not None:

@@ -8,8 +8,8 @@
 Each owner of parameters has one ordinary optimizer for its own, whose state never leaves it unless asked for. A step is
 one call to each owner, all at once; gradients do not travel, as they lie in the context beside their parameters.
 
-`backward_and_step` does both in one: an owner steps as soon as its part of the pass is done, and says so with the
-answer that tells of its part, so that a step takes one round trip less.
+`backward_and_step` does both in one: an owner steps as soon as its part of the pass is done, and reports both in one
+answer, which saves a round trip.
 
 A step on an owner: it waits for its turn, gives the parameters the gradients of the context, steps, and puts ``.grad``
 back. Turns are by parameter: steps with one in common come one after the other, in the order in which they arrived,
@@ -52,7 +52,7 @@ State = dict[str, Any]
 
 
 class NoGradients(RpcUsageError):
-    """A step that would do nothing: no parameter of the optimizer has a gradient in the context."""
+    """A step without effect: no parameter of the optimizer has a gradient in the context."""
 
 
 @register_safe
@@ -62,7 +62,7 @@ class DistributedOptimizer:
     The constructor blocks until all owners have theirs. The object may be used from any thread, by several at once, and
     sent to other workers, which step the same optimizers then. With several parameter groups, make several optimizers.
 
-    optimizer_class: any ``torch.optim`` class, or one like them. The other arguments go to the class on every owner.
+    optimizer_class: a ``torch.optim`` class, or a similar one. The other arguments go to the class on every owner.
     params_rref: RRefs of leaf tensors of any shape, dtype and layout that the class takes, on any workers, this one
         included; on each owner they keep their order.
     remote_optimizers: an RRef of each owner's part, whose attribute ``optim`` is the ordinary optimizer there. Its
@@ -70,8 +70,8 @@ class DistributedOptimizer:
         made there.
 
     Raised here: WouldBlockLoop on the worker's loop: ``await DistributedOptimizer.create(...)`` there. RpcUsageError if
-    there are no parameters, or no RRefs, and for an optimizer in place of its class; what the class raises on an owner,
-    with a note that names it; PeerLost, RpcTimeout.
+    there are no parameters, for parameters that are not RRefs, and for an optimizer in place of its class; the class's
+    error on an owner, with a note that names the owner; PeerLost, RpcTimeout.
     """
 
     remote_optimizers: list[RRef[Any]]
@@ -128,15 +128,14 @@ class DistributedOptimizer:
     def backward_and_step(self, context_id: int, roots: Sequence[Tensor]) -> Future[None]:
         """A backward pass from `roots`, and a step on each owner as soon as its part of the pass is done.
 
-        What ``autograd.backward(context_id, roots)`` and then ``step(context_id)`` do, with a round trip less: the
-        wish to step travels with the plan of the pass. Blocks until all have stepped, and returns a completed Future;
-        on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
+        The same as ``autograd.backward(context_id, roots)`` and then ``step(context_id)``, with one round trip less:
+        the request to step travels with the plan of the pass. Blocks until all have stepped, and returns a completed
+        Future; on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
 
-        Between the two no code can look at the gradients, clip them, or end the step where the pass has failed: when
-        this raises, owners whose part was done by then have stepped, and others have not; so it is if it is cancelled,
-        and an owner that waits for its turn then does not. An owner does not step if this pass gives a gradient to none
-        of its parameters, also if they have gradients of an earlier one. Otherwise both are as they are alone: see
-        `aiorpc.autograd.backward` and `step` for what they raise; errors name the owner in a note.
+        No code can look at the gradients or clip them between the two. When this raises or is cancelled, owners whose
+        part of the pass was done have stepped, and others have not; an owner that waits for its turn then does not
+        step. An owner does not step if this pass gives no gradient to its parameters, even if they have gradients of an
+        earlier pass. For errors see `aiorpc.autograd.backward` and `step`; a note names the owner.
         """
         node = _node_of(self.remote_optimizers)
         there: dict[int, bytes] = {}
@@ -304,7 +303,8 @@ def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future
 
 
 class _Gathered(Future[T]):
-    """Of the results of one call to each of several workers; fails with the first error, which names the worker.
+    """The Future of the results of one call to each of several workers; fails with the first error, noted with the
+    worker.
 
     Making it makes the calls, and cancelling it cancels them.
     """
@@ -316,9 +316,9 @@ class _Gathered(Future[T]):
         finish: Callable[[dict[str, Any]], T],
         starts: Mapping[str, Callable[[], Future[Any]]],
     ) -> None:
-        """finish: from results, by worker and in their order, to the value; quick, called by the thread that reads the
-        last answer. starts: make the calls, by worker. Raises what making one raises; those made before it are
-        cancelled then."""
+        """finish: makes the value from the results by worker; quick, because the thread that reads the last answer
+        calls it. starts: by worker, make the calls. If one raises, the calls before it are cancelled.
+        """
         super().__init__()
         self._subject, engine = what, node.engine
         self._loop, self._home_thread, self._executor = engine.loop, engine.thread, engine.pool
@@ -332,7 +332,7 @@ class _Gathered(Future[T]):
             except Exception as error:
                 foreign.add_note(error, self._where(name))
                 raise
-        self._left = dict.fromkeys(self._calls)  # that have not answered; to take one out of it is atomic
+        self._left = dict.fromkeys(self._calls)  # not answered yet; `pop` is atomic
         self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
             call._when_settled(partial(self._answered, name))
@@ -365,8 +365,7 @@ class _Gathered(Future[T]):
 
 
 class _Turns:
-    """Who may touch which parameters. A claim waits for all earlier ones that share a parameter with it: no deadlock,
-    and no claim is passed over."""
+    """Turns at parameters. A claim waits for all earlier claims that share a parameter, so there is no deadlock."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(Lock())
@@ -376,10 +375,10 @@ class _Turns:
     def claim(
         self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None
     ) -> Iterator[None]:
-        """Within it no other claim has any of the parameters.
+        """Within it no other claim has any of the parameters. seconds: the longest wait, None for no limit.
 
-        seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
-        caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
+        Entering it raises RpcTimeout after that, and RpcCancelled if the handler's caller gave up meanwhile, or if
+        `part`, of a backward pass, has ended.
         """
         claim = object()
         with self._changed:
@@ -420,7 +419,7 @@ class _Turns:
         return all(own.isdisjoint(self._claims[each]) for each in earlier)
 
 
-# Of the process, as parameters are: workers that share one in a process step the same memory.
+# Of the process: several workers in it may share parameters.
 _turns = _Turns()
 
 
@@ -441,9 +440,9 @@ class LocalOptimizer(Closing):
         self.optim: Any = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
-        """Handler: step with the gradients of a context; for how many parameters there was one.
+        """Handler: step with the gradients of a context.
 
-        RpcUsageError if the caller takes no part in the context.
+        Returns the number of gradients. Raises RpcUsageError if the caller takes no part in the context.
         """
         node, call = serving()
         context, caller = node.gradients.find(context_id), call.caller_id
@@ -473,7 +472,7 @@ class LocalOptimizer(Closing):
             raise
 
     def _finish(self, node: Node) -> None:
-        """Wait for the devices: the parameters are used next on other streams, which know nothing of this one."""
+        """Wait for the devices: other streams use the parameters next, and do not wait for this thread's."""
         driver = node.accelerators.accelerator
         if driver is None:
             return
@@ -515,7 +514,7 @@ def _as_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
         for parameter, gradient in zip(parameters, gradients, strict=True):
             try:
                 parameter.grad = gradient
-            except RuntimeError:  # of another type, or moved, since its gradient was computed; torch refuses that
+            except RuntimeError:  # torch refuses it if the parameter has changed its type or device since
                 if gradient is None:
                     raise
                 parameter.grad = gradient.to(parameter)
@@ -526,7 +525,7 @@ def _as_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
 
 
 def _copied(value: object) -> Any:
-    """The same nest of dicts, lists and tuples; its tensors copied to the host's memory."""
+    """A nest of dicts, lists and tuples with its tensors copied to the host's memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""What can be set when a worker is made, each with its unit and default."""
+"""The options of a worker, each with its unit and default."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_NUM_WORKER_THREADS = 16
 # Below this, in bytes, a copy into the frame costs less than a block of shared memory (measured: equal at 100 KB).
 SHARE_SIZE = 128 * 1024
-# Below this, in bytes, a buffer delays those behind it by less than a millisecond, and goes in its frame.
+# Below this, in bytes, a buffer delays later messages by less than a millisecond, and goes in its frame.
 BULK_SIZE = 256 * 1024
 # A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
 MIN_DEVICE_BUFFER = 4 << 20
-# Several times what is received before it is acknowledged at once.
+# Several times the bytes after which a receiver acknowledges at once.
 MIN_UNACKNOWLEDGED = 4 << 20
-# More than any machine has of anything; what is larger does not fit into a message.
+# More than any machine has of anything; larger numbers do not fit into a message.
 MOST = 1 << 62
 
 
 def _shown(value: object) -> str:
-    """What was given for an option, for its error: in a short text, also if its class raises."""
+    """A short text of an option's value, for errors, even if its class raises."""
     try:
         return repr(value)[:80]
     except Exception:  # a number of more digits than Python writes, for example
@@ -61,7 +61,7 @@ def _check_integer(value: object, name: str, what: str, least: int) -> None:
 
 
 def _is_path(value: object) -> bool:
-    """Whether a file may have that name."""
+    """Whether it can be the name of a file."""
     if not isinstance(value, (str, os.PathLike)):
         return False
     try:
@@ -87,7 +87,7 @@ def _quarter_of_memory() -> int:
 
 
 def _check_host(value: object, name: str) -> None:
-    """RpcUsageError for what can be no host name or address; whether there is one is seen when it is used."""
+    """Raise RpcUsageError for an invalid host name or address. Does not look it up."""
     reason = ""
     try:
         if value is None or (isinstance(value, str) and value and "\0" not in value and value.encode("idna")):
@@ -99,12 +99,13 @@ def _check_host(value: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class Tls:
-    """Files by which workers prove over TCP who they are. Read when a worker joins, and anew when they have changed.
+    """Files by which workers prove their identity over TCP. Read when a worker joins, and again when they have changed.
 
-    cert: this worker's certificate, in PEM, with those between it and the authority behind it, if there are any. Its
-    DNS names say which workers may show it: ``*`` stands for any characters (``actor-*``). key: its key, in PEM,
-    without a password, readable by its owner alone. ca: certificates of the authorities that others' must come from.
-    verify_names: whether the certificate of a worker has to bear its name; if not, any of the authority will do.
+    cert: this worker's certificate in PEM, followed by intermediate certificates, if any. Its DNS names list the
+    workers that may use it: ``*`` stands for any characters (``actor-*``). key: its key, in PEM, without a password,
+    readable by its owner alone. ca: certificates of the authorities of other workers' certificates.
+    verify_names: whether the certificate of a worker has to have its name; if not, any certificate of the authority
+    will do.
     """
 
     cert: str | os.PathLike[str]
@@ -113,7 +114,7 @@ class Tls:
     verify_names: bool = True
 
     def __post_init__(self) -> None:
-        """RpcUsageError for what can be no path."""
+        """Raises RpcUsageError for an invalid path."""
         for name in ("cert", "key", "ca"):
             value = getattr(self, name)
             if not _is_path(value):
@@ -123,26 +124,26 @@ class Tls:
 
     @classmethod
     def _from_environment(cls, environment: Mapping[str, str]) -> Tls | None:
-        """What AIORPC_TLS_CERT, _KEY, _CA and _VERIFY_NAMES say; None if none of them is set. RpcUsageError."""
-        said = {name: environment.get(f"AIORPC_TLS_{name.upper()}") for name in ("cert", "key", "ca", "verify_names")}
-        if all(value is None for value in said.values()):
+        """From AIORPC_TLS_CERT, _KEY, _CA and _VERIFY_NAMES; None if none of them is set. Raises RpcUsageError."""
+        found = {name: environment.get(f"AIORPC_TLS_{name.upper()}") for name in ("cert", "key", "ca", "verify_names")}
+        if all(value is None for value in found.values()):
             return None
-        missing = [f"AIORPC_TLS_{name.upper()}" for name in ("cert", "key", "ca") if not said[name]]
+        missing = [f"AIORPC_TLS_{name.upper()}" for name in ("cert", "key", "ca") if not found[name]]
         if missing:
             raise RpcUsageError(f"TLS needs {', '.join(missing)} too, or none of the variables AIORPC_TLS_*")
-        verify = said["verify_names"] or "1"
+        verify = found["verify_names"] or "1"
         if verify not in ("0", "1"):
             raise RpcUsageError(f"AIORPC_TLS_VERIFY_NAMES must be 0 or 1, not {verify!r}")
-        return cls(said["cert"] or "", said["key"] or "", said["ca"] or "", verify == "1")
+        return cls(found["cert"] or "", found["key"] or "", found["ca"] or "", verify == "1")
 
 
 def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
-    """The type of the field, which allows what users write; what stands in it are torch's devices."""
+    """Cast to the type of the field, which allows all forms of devices; the values are torch's devices."""
     return cast("dict[str, dict[Device, Device]]", maps)
 
 
 class _Group:
-    """Some of the options of a worker. They stay as they were made; which of them were given is known."""
+    """A group of options. Immutable; `_given` has the names of those that were given."""
 
     _given: frozenset[str]
 
@@ -161,12 +162,13 @@ class _Group:
         super().__setattr__(name, value)
 
     def _check(self) -> None:
-        """Raise RpcUsageError naming the first option that makes no sense; those that may be written in several ways
-        are as the fields say from then on."""
+        """Raise RpcUsageError naming the first invalid option; bring options with several forms into the type of their
+        fields.
+        """
         raise NotImplementedError
 
     def _check_durations(self, *names: str) -> None:
-        """Make seconds of options; there is one way only to say that there is no limit."""
+        """Make seconds of options. Only 0 means no limit."""
         for name in names:
             value = seconds(getattr(self, name), name)
             if value == math.inf:
@@ -182,7 +184,7 @@ class _Group:
 class LimitOptions(_Group):
     """How much others may make a worker hold: ``RpcBackendOptions(limits=...)``. Immutable.
 
-    What happens at each limit is in the reference, under "What others can make a worker hold".
+    The reference describes each limit under "What others can make a worker hold".
 
     max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
     max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``; and as
@@ -237,7 +239,7 @@ class LimitOptions(_Group):
 
 @dataclass(kw_only=True)
 class NetworkOptions(_Group):
-    """How others reach a worker, and how bytes get there: ``RpcBackendOptions(network=...)``. Immutable.
+    """How other workers reach a worker: ``RpcBackendOptions(network=...)``. Immutable.
 
     address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
     bind_address: the local address the TCP listener binds; that of the interface that reaches the rendezvous if None.
@@ -289,29 +291,29 @@ class NetworkOptions(_Group):
 
 @dataclass(kw_only=True)
 class SecurityOptions(_Group):
-    """Who may join the group, and what members may do: ``RpcBackendOptions(security=...)``. Immutable.
+    """Which workers may join the group, and what members may do: ``RpcBackendOptions(security=...)``. Immutable.
 
-    allow: what this worker runs for others; the verb `aiorpc.serve` is what offers them objects. Patterns for names
-        such as ``"actors:step"`` or ``"actors:*"``, for what has a name, such as ``"queue/samples:put"``, and
-        ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
-        ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
-    serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
-        unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
+    allow: what this worker runs for others; the verb `aiorpc.serve` offers them objects. Patterns for functions, such
+        as ``"actors:step"`` or ``"actors:*"``, for resources, such as ``"queue/samples:put"``, and ``rpc.exposed`` for
+        everything with that mark; one list for all callers, or a dict of lists by role, with ``"*"`` for all other
+        roles. By default, and with ``"*"`` in place of a list, everything.
+    serialization: ``free``: values are pickled, so a caller may run any code here. ``safe``: nothing is unpickled;
+        plain values, containers, tensors, arrays, references, and objects of classes that were registered
         (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `allow` is ``rpc.exposed``
         then, with all queues, published values and barriers, if it is not set.
-    tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
-        None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
+    tls: files by which workers prove their identity; all TCP connections then use TLS 1.3, on all workers or on none.
+        None takes the files that AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
     secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
-        takes what AIORPC_SECRET_FILE names, if it is set.
+        takes the file that AIORPC_SECRET_FILE names, if it is set.
     require_secret: whether a worker needs AIORPC_SECRET to join. None: it does if members of the group, or the store
         where they meet, are on another host, in another container or of another user, and there are no certificates
-        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and who
-        reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
-        The same on all workers.
-    authenticate_frames: whether all that follows the handshake on TCP connections bears an authentication code (a keyed
-        hash over a counter and the bytes), so that a host in between can end a connection but not change its bytes; the
-        same on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
-        none, and neither does TLS, which does the same.
+        (`tls`) that bear the names of workers. False: the group's secret then goes through the store, and anyone who
+        reaches the store may run code on all workers; with `tls` it does not, and any certificate of the authority will
+        do. The same on all workers.
+    authenticate_frames: whether all frames on TCP connections have an authentication code (a keyed hash over a counter
+        and the bytes); a host in between can then end a connection but not change its bytes. The same on all workers.
+        Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need none, and neither
+        does TLS, which does the same.
     """
 
     allow: Allow = None
@@ -337,7 +339,7 @@ class SecurityOptions(_Group):
         except RpcUsageError as error:
             text = str(error)
             raise RpcUsageError(text if text.startswith("allow") else f"allow: {text}") from None
-        except Exception as error:  # of what stands in it and cannot be shown
+        except Exception as error:  # of a value in it that cannot be shown
             raise RpcUsageError(f"allow is no rule that can be read: {foreign.said(error)}") from None
 
 
@@ -345,26 +347,26 @@ class SecurityOptions(_Group):
 class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     """Options of one worker. Read once, at init.
 
-    limits, network, security: groups of options, each with a class that says what is in it. An option of a group may be
-        given by its own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
+    limits, network, security: groups of options, each with a class of its own. An option of a group may be given by its
+        own name as well, ``RpcBackendOptions(max_queued_calls=100)``, and is read and set by that:
         ``options.max_queued_calls``. RpcUsageError for an option that is given both ways.
-    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; one that waits for a nested
-        call does not count. For calls of others there are some more, an eighth and one at least, as handlers may block
-        for ever. With 1 there are no more: handlers run one after the other.
-    rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
+    num_worker_threads: threads for ``def`` handlers that the calls of one worker may have; a thread that waits for a
+        nested call does not count. Calls of other workers have some more, an eighth and at least one, because handlers
+        may never return. With 1 there are no more: handlers run one after the other.
+    rpc_timeout: the default timeout of calls, and of init, in seconds; 0 means no limit.
     init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
     switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
         long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
     busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
-        waits are no longer than that on average. So many, but 0.0002 at most, the loop and a thread of handlers stay
-        awake after each message, where the next one comes so soon. 0 turns both off: less latency for the price of
-        idle time.
+        waits are no longer than that on average. The loop and a thread of handlers also stay awake after each message,
+        for this time but at most 0.0002, if the next message usually comes so soon. 0 turns both off: less latency for
+        the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
-    shutdown_timeout: seconds a graceful shutdown that says nothing itself waits for the work of the others, as at the
-        end of ``async with``; 0 means no limit.
-    newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
-        that name, from the first of them on; 0: they do not wait.
+    shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
+        ``async with``; 0 means no limit.
+    newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
+        from the first call; 0: they do not wait.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -372,7 +374,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
         processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
     device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
-    serve: what `allow` was called before the first release; programs may go on to give it.
+    serve: the former name of `allow`, from before the first release; still accepted.
     """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
@@ -394,9 +396,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     serve: InitVar[Allow] = None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an option. RpcUsageError for what is none: it would be taken, and change nothing.
+        """Set an option. Raises RpcUsageError for an unknown name.
 
-        A subclass that has more of them says so, as this class does.
+        A subclass with more options annotates them, as this class does.
         """
         if name in _GROUPS:
             raise RpcUsageError(f"{name} is given as options are made; set each of its options by its own name")
@@ -416,17 +418,17 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         serve: Allow,
     ) -> None:
         if serve is not None:
-            object.__setattr__(self, "allow", serve)  # by `self.allow =` checkers would take it for a field of its own
+            object.__setattr__(self, "allow", serve)  # `self.allow =` would look like a field of its own to checkers
         for name, group in (("limits", limits), ("network", network), ("security", security)):
             if group is not None:
                 self._take(name, group)
         self._check_device_types()
         for device_map in (self.device_maps or {}).values():
-            to_device_map(device_map)  # as torch: a map that is given as a whole is one-to-one
+            to_device_map(device_map)  # as in torch, a map that is given as a whole is one-to-one
         self._validate()
 
     def _take(self, name: str, group: _Group) -> None:
-        """Have the options that were given in a group; the others may have been given by their own names."""
+        """Take the given options of a group. The others may have been given by their own names."""
         kind = _GROUPS[name]
         if type(group) is not kind:
             raise RpcUsageError(f"{name} must be rpc.{kind.__name__}(...) or None, not {_shown(group)}")
@@ -436,9 +438,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
             setattr(self, option, getattr(group, option))
 
     def _validate(self) -> None:
-        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for devices and their maps.
+        """Raise RpcUsageError naming the first invalid option; DeviceMapError for devices and their maps.
 
-        What may be written in several ways (a timedelta, a list) is as the fields say from then on.
+        Brings options with several forms (a timedelta, a list) into the type of their fields.
         """
         for group in _GROUPS.values():
             group._check(self)
@@ -455,7 +457,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         self._validate_devices()
 
     def _check_device_types(self) -> None:
-        """RpcUsageError for what holds no devices at all. torch's options take None for both."""
+        """Raise RpcUsageError for options of a wrong type. torch's options take None for both."""
         maps: object = {} if self.device_maps is None else self.device_maps
         devices: object = self.devices
         if not isinstance(maps, Mapping):
@@ -477,22 +479,22 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     def set_device_map(self, to: str, device_map: Mapping[Any, Device]) -> None:
         """Add to the map for worker `to`: tensors on each device (a key) go to the device there that is its value.
 
-        May be called again and again. DeviceMapError, a ValueError, for a map that is not one-to-one or contradicts
-        what was said before; nothing has changed then. Init refuses a whole that is not one-to-one.
+        May be called repeatedly. DeviceMapError, a ValueError, for a map that is not one-to-one or contradicts an
+        earlier one; nothing has changed then. Init refuses a combined map that is not one-to-one.
         """
         extended = extend_device_map(self.device_maps.get(to, {}), device_map)
         self.device_maps.update(_as_set(to_device_maps({to: extended})))
 
     def set_devices(self, devices: Iterable[Device]) -> None:
-        """Say which CUDA devices this worker uses. DeviceMapError, a ValueError, if one is none."""
+        """Set the CUDA devices that this worker uses. DeviceMapError, a ValueError, for an invalid device."""
         self.devices = [*to_devices(devices)]
 
     def _device_claims(self, count: int, kind: str = "cuda") -> DeviceClaims:
-        """What a worker that has so many devices of that kind says of them when it joins."""
+        """The claims of a worker with `count` devices of a kind."""
         return DeviceClaims(count, tuple(to_devices(self.devices)), to_device_maps(self.device_maps), kind)
 
     def copy(self) -> RpcBackendOptions:
-        """A copy that later changes to this object do not reach, and that is valid: it raises what `validate` does."""
+        """An independent, validated copy. Raises the errors of `_validate`."""
         self._check_device_types()
         made = copy.copy(self)
         made.device_maps = {name: dict(device_map) for name, device_map in (self.device_maps or {}).items()}

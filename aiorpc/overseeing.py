@@ -1,4 +1,4 @@
-"""Deadlines of Futures that are awaited on one loop, and have to be settled by another loop that may not run."""
+"""Deadlines of Futures that are awaited on one loop and settled by another loop, which may not run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import time
 import weakref
 from typing import Any, Protocol, TypeAlias
 
-#: Seconds between two looks of a waiting thread or loop whether its Future could have been forgotten.
+#: Seconds between two checks by a waiting thread or loop whether its Future was forgotten.
 LOOK = 1.0
 
 
 class Overseen(Protocol):
-    """What is awaited (`futures.Future`)."""
+    """An awaited Future (`futures.Future`)."""
 
     def _end_overdue(self, now: float) -> float: ...
 
     def _refuse_idle_loop(self, awaited: bool) -> None: ...
 
 
-#: What is awaited on a loop, by what waits for it there.
+#: Awaited Futures of a loop, by the asyncio Future that waits for each.
 Watched: TypeAlias = dict[asyncio.Future[Any], Overseen]
 
 
 class _Overseer:
-    """Sees to the deadlines of Futures that are awaited on this loop, and that another one has to settle.
+    """Checks the deadlines of Futures that are awaited on this loop and settled by another one, which may be blocked or
+    not run.
 
-    That loop may be blocked, or may not run at all: then the time of a call would never be up. There is one
-    timer for all of them, as one for each would cost more than all else that is done to await it. watched: what waits
-    gets the error if what it waits for will never settle here.
+    There is one timer for all of them, because a timer for each would cost more than awaiting it. A waiter in `watched`
+    gets an error if its Future will never settle here.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,7 +50,7 @@ class _Overseer:
             try:
                 future._end_overdue(now)
                 future._refuse_idle_loop(True)
-            except Exception as error:  # it never comes: this thread is to run that loop, or the process was forked
+            except Exception as error:  # it never settles: this thread has to run that loop, or the process was forked
                 if not waiter.done():
                     waiter.set_exception(error)
         if self.watched:
@@ -58,7 +58,7 @@ class _Overseer:
 
 
 class _Here(threading.local):
-    """The overseer of the loop that ran last in this thread. It is of that loop, and of no worker."""
+    """The overseer of the loop that ran last in this thread."""
 
     overseer: _Overseer | None = None
 
@@ -67,7 +67,7 @@ _here = _Here()
 
 
 def oversee(future: Overseen, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> Watched:
-    """What another loop has to settle is awaited on the running one. Returns where to take the waiter out of then."""
+    """Watch a Future of another loop that is awaited on the running one. Delete the waiter from the result at last."""
     overseer = _here.overseer
     if overseer is None or overseer.loop() is not loop:
         overseer = _here.overseer = _Overseer(loop)

@@ -1,4 +1,4 @@
-"""Whether a file with a secret is for this process alone."""
+"""Checks that only this process can read a file with a secret."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _OF_OTHERS = stat.S_IRWXO
 
 
 def exposure(status: os.stat_result) -> str | None:
-    """Who else may read or change a file with that status, and what would do; None if no other user may.
+    """Which other users may read or change a file, and the modes that are accepted; None if no other user may.
 
-    It is to be this user's, with nothing for others. One of root's may be read by a group that this process is in, as
-    Kubernetes mounts secrets for pods with `fsGroup`; PostgreSQL takes the same.
+    The file must be this user's or root's, without rights for others. A file of root may be readable by a group of this
+    process, because Kubernetes mounts secrets for pods with `fsGroup` in this way; PostgreSQL accepts the same.
     """
     mode = stat.S_IMODE(status.st_mode)
     shared = mode & (_OF_GROUP | _OF_OTHERS)
@@ -24,5 +24,5 @@ def exposure(status: os.stat_result) -> str | None:
         return None
     return (
         f"(mode {mode:04o}, owner {status.st_uid}, group {status.st_gid}); mode 0600 or 0400 of this user or root will "
-        "do, and 0640 or 0440 of root with a group of this process: make a new one, or if nobody has read it, use chmod"
+        "do, and 0640 or 0440 of root with a group of this process: make a new one, or use chmod if no one has read it"
     )

@@ -1,11 +1,10 @@
-"""What a worker runs for others: the option ``allow`` and the decorator `exposed`. It decides about names, without I/O.
+"""What a worker runs for others: the option ``allow`` and the decorator `exposed`. Decides by names, without I/O.
 
-A rule says what callers of one role may have run. It is a list of patterns for names on the wire (``module:qualname``),
-and of `exposed`, which stands for everything that bears the mark of this decorator. A method of a reference's value has
-the name of the value's class, and of the method behind that; to fetch the value is the method ``to_here``.
-
-What has a name besides functions (`RESOURCES`: queues, published values, objects, barriers) has patterns of its own,
-``kind/name:verb``. A module has no '/' in its name, so no pattern is of both sorts. `exposed` allows none of these.
+A rule is for callers of one role. It is a list of patterns for names on the wire (``module:qualname``), and of
+`exposed`, which stands for everything with the mark of this decorator. A method of a reference's value has the name
+``module:Class.method``; fetching the value is the method ``to_here``. Resources (`RESOURCES`: queues, published values,
+objects, barriers) have patterns ``kind/name:verb``. A module has no '/' in its name, so no pattern is of both sorts.
+`exposed` allows no resources.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any, TypeVar
 
 from .errors import RpcUsageError
 
-#: As a rule, or among the patterns of one: everything, also functions that travel by value. As a role: all others.
+#: As a rule, or a pattern of a rule: everything, even functions that travel by value. As a role: all other roles.
 EVERYTHING = "*"
-#: What fetching the value of a reference is called, as if it were a method of the value.
+#: The name of fetching the value of a reference, as if it were a method of the value.
 FETCH = "to_here"
-#: What has a name besides functions, and what may be done with it. Of an object that is the name of a public method.
+#: The kinds of resources, and the verbs of each. The verbs of an object are its public methods.
 RESOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "queue": ("put", "get", "look", "shutdown"),
@@ -40,7 +39,7 @@ _WILD = re.compile(r"[*?\[]")
 _MARK = "_aiorpc_exposed"
 _NOTHING = object()
 _SET = re.compile(r"\[!?\]?[^\]]*\]")  # in a pattern of fnmatch: one of these characters
-# What the names of workers, objects, queues and published values consist of (`protocol.identity.check_name`).
+# Names of workers, objects and queues, and of published values (`protocol.identity.check_name`).
 _NAMED = re.compile(r"[A-Za-z0-9\-_:]*")
 _PUBLISHED = re.compile(r"[A-Za-z0-9\-_:./]*")
 _OF_QUEUES = re.compile(r"aiorpc\.queues\b|\bServedQueue\b")
@@ -51,11 +50,11 @@ T = TypeVar("T")
 def exposed(fn: T) -> T:
     """Mark a function, a method or a class that other workers may call, for rules that have ``rpc.exposed``.
 
-    The mark of a class is for making one, for its public methods, also those that it has inherited, and for fetching
-    it. That of a method is for this method alone. Without such a rule in the option ``allow`` the mark changes nothing.
-    With ``@staticmethod`` and ``@classmethod`` it may be written on either side.
+    The mark of a class allows making instances, calling their public methods, inherited ones included, and fetching
+    them. The mark of a method allows this method alone. Without such a rule in the option ``allow`` the mark changes
+    nothing. With ``@staticmethod`` and ``@classmethod`` it may be written on either side.
 
-    Raised here: RpcUsageError for what takes no mark, as a property.
+    Raised here: RpcUsageError for an object that takes no mark, such as a property.
     """
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     try:
@@ -70,7 +69,7 @@ def exposed(fn: T) -> T:
 
 
 def check_role(role: object) -> str:
-    """Return `role` if it can be the role of a worker; RpcUsageError says what is wrong with it otherwise."""
+    """Return `role` if it is valid. Raises RpcUsageError if not."""
     if not isinstance(role, str):
         raise RpcUsageError(f"a role must be a string, but got {role!r:.80}; a worker without one has the role ''")
     if len(role) >= ROLE_LIMIT or not _ROLE.fullmatch(role):
@@ -82,9 +81,9 @@ def check_role(role: object) -> str:
 
 
 def frozen(allow: object) -> Any:
-    """The option ``allow`` as a value that does not change: None, a tuple, or a new dict of tuples by role.
+    """The option ``allow`` as an immutable value: None, a tuple, or a new dict of tuples by role.
 
-    RpcUsageError for what is no rule.
+    Raises RpcUsageError for an invalid rule.
     """
     if allow is None:
         return None
@@ -124,7 +123,7 @@ def _frozen_rule(rule: object, where: str) -> tuple[object, ...]:
 
 
 def _check_resource(pattern: str, where: str) -> None:
-    """RpcUsageError for a pattern ``kind/name:verb`` that can match nothing."""
+    """Raise RpcUsageError for a pattern ``kind/name:verb`` that can match nothing."""
     kind, _, rest = pattern.partition("/")
     name, colon, verb = rest.rpartition(":")
     wrong = ""
@@ -147,10 +146,10 @@ def _check_resource(pattern: str, where: str) -> None:
 
 
 class Rights:
-    """What the callers of each role may have run on one worker: the option ``allow``, read once. Any thread."""
+    """What callers of each role may run on one worker: the option ``allow``, read once. Any thread."""
 
     def __init__(self, allow: object = None) -> None:
-        """allow: as the option. Raises RpcUsageError for what is no rule."""
+        """allow: the option. Raises RpcUsageError for an invalid rule."""
         rules = frozen(allow)
         if not isinstance(rules, dict):
             rules = {EVERYTHING: rules}
@@ -158,19 +157,19 @@ class Rights:
         self._others = _Rule(rules.get(EVERYTHING, ()))
 
     def limited(self, role: str) -> bool:
-        """Whether there is anything that callers of that role may not have run."""
+        """Whether there is anything that callers of a role may not run."""
         return not self._of(role).everything
 
     @property
     def unlimited(self) -> bool:
-        """Whether callers of all roles may have everything run."""
+        """Whether callers of all roles may run everything."""
         return self._others.everything and all(rule.everything for rule in self._rules.values())
 
     def allowed(self, role: str, name: str, found: object = None, within: type | None = None) -> bool:
-        """Whether callers of that role may have a function of that name run.
+        """Whether callers of a role may run a function by its name. found: the object of the name; within: the class
+        that it was found in.
 
-        found: what the name leads to, and `within`: the class that it was found in. They count where marks do; without
-        them the name alone decides.
+        Marks are looked up on these; without them the name alone decides.
         """
         rule = self._of(role)
         if rule.matches(name):
@@ -185,29 +184,29 @@ class Rights:
         return rule.everything or name in rule.exact
 
     def allowed_method(self, role: str, kind: type, method: str) -> bool:
-        """Whether callers of that role may call that method of a value of that class.
+        """Whether callers of a role may call a method of a value of class `kind`.
 
-        It is allowed in the name of the class, or of the class that it has inherited the method from. Also for methods
-        that the class does not have, as an attribute of its instances.
+        A rule for the class counts, and a rule for the class that it inherits the method from. The method may be an
+        attribute of the instance alone.
         """
         owner = next((base for base in kind.__mro__ if method in base.__dict__), kind)
         found = owner.__dict__.get(method, _NOTHING)
         return any(self.allowed(role, f"{name_of_class(each)}.{method}", found, each) for each in {kind, owner})
 
     def allowed_value(self, role: str, kind: type) -> bool:
-        """Whether callers of that role may fetch a value of that class that is no result of a call of their own."""
+        """Whether callers of a role may fetch a value of a class that is not a result of their own calls."""
         return self.allowed(role, f"{name_of_class(kind)}.{FETCH}", kind)
 
     def allowed_resource(self, role: str, kind: str, name: str, verb: str) -> bool:
-        """Whether callers of that role may do that with what has that name. kind, verb: as in `RESOURCES`.
+        """Whether callers of a role may use a verb of a resource. kind, verb: as in `RESOURCES`.
 
-        To have everything run allows all of it, and `exposed` nothing.
+        The rule for everything allows it, `exposed` does not.
         """
         rule = self._of(role)
         return rule.everything or rule.matches_resource(kind, name, verb)
 
     def listed_method(self, role: str, name: str, method: str) -> bool:
-        """Whether the rule has exactly this method of the object with that name, or allows everything."""
+        """Whether the rule has exactly this method of the object `name`, or allows everything."""
         rule = self._of(role)
         return rule.everything or rule.matches_resource("object", name, method, exact=True)
 
@@ -217,7 +216,7 @@ class Rights:
             yield from (pattern for pattern in rule.patterns if "/" not in pattern)
 
     def describe(self, role: str) -> str:
-        """The rule for that role, for error messages."""
+        """The rule for a role, for error texts."""
         who = f"role {role!r}" if role else "workers without a role"
         rule = self._of(role)
         if role not in self._rules and self._rules:
@@ -229,8 +228,7 @@ class Rights:
 
 
 class _Rule:
-    """What callers of one role may have run. items: patterns and `exposed`; None: everything. patterns: for functions
-    and methods."""
+    """The rule of one role. items: patterns and `exposed`; None: everything. patterns: for functions and methods."""
 
     def __init__(self, items: Iterable[object] | None) -> None:
         given = (EVERYTHING,) if items is None else tuple(items)
@@ -249,12 +247,12 @@ class _Rule:
             name, _, verb = rest.rpartition(":")
             patterns = re.compile(fnmatch.translate(name)), re.compile(fnmatch.translate(verb))
             self._resources.setdefault(kind, []).append((*patterns, not _WILD.search(verb)))
-        said = [repr(pattern) for pattern in written] + ["rpc.exposed"] * self.by_mark
-        text = "everything" if self.everything else "only " + ", ".join(said) if said else "nothing"
+        shown = [repr(pattern) for pattern in written] + ["rpc.exposed"] * self.by_mark
+        text = "everything" if self.everything else "only " + ", ".join(shown) if shown else "nothing"
         self.text = text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
 
     def matches(self, name: str) -> bool:
-        """Whether a pattern is for that name."""
+        """Whether a pattern fits a name."""
         if self.everything or name in self.exact:
             return True
         if len(name) > NAME_LIMIT:
@@ -262,7 +260,7 @@ class _Rule:
         return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
 
     def matches_resource(self, kind: str, name: str, verb: str, exact: bool = False) -> bool:
-        """Whether a pattern is for that verb of what has that name. exact: whether it has to have the verb as it is."""
+        """Whether a pattern fits a verb of a resource. exact: whether wildcards do not count for the verb."""
         if len(name) > NAME_LIMIT or len(verb) > NAME_LIMIT:
             return False
         patterns = self._resources.get(kind, ())
@@ -270,19 +268,19 @@ class _Rule:
 
 
 def _reaches(pattern: list[str], name: str) -> bool:
-    """Whether each private part of a name is written out as such in the pattern: ``*`` stands for what is public."""
+    """Whether the pattern spells out each private part of a name: ``*`` stands for public parts alone."""
     parts = name.partition(":")[2].split(".")
     private = [place for place, part in enumerate(parts) if not is_public(part)]
     return not private or (len(parts) == len(pattern) and all(pattern[place].startswith("_") for place in private))
 
 
 def is_public(name: str) -> bool:
-    """Whether a name is meant for others: it has no underscore in front. To call an object is public."""
+    """Whether a name is public: it has no leading underscore, or is ``__call__``."""
     return not name.startswith("_") or name == "__call__"
 
 
 def is_exposed(found: object) -> bool:
-    """Whether that function, method or class bears the mark itself; a class does not inherit it."""
+    """Whether a function, method or class has the mark itself; classes do not inherit it."""
     inner = found.__func__ if isinstance(found, (MethodType, staticmethod, classmethod)) else found
     try:
         return vars(inner).get(_MARK) is True
@@ -296,7 +294,7 @@ def name_of_class(kind: type) -> str:
     return f"{module}:{kind.__qualname__}"
 
 
-#: The option where nothing is unpickled and nothing else is said: what is marked runs, and what has a name is there.
+#: The default with safe serialization: marked functions, and all resources except objects.
 SAFE_RULE = (exposed, *(f"{kind}/*:*" for kind in RESOURCES if kind != "object"))
 
 Allow = str | Callable[..., Any] | Iterable[Any] | Mapping[str, Any] | None

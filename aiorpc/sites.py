@@ -1,4 +1,4 @@
-"""Where in the user's program something was made, and the log of failures that the program did not look at."""
+"""Places in the user's program, and the log of failures that the program did not look at."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from . import foreign
 from .errors import RpcCancelled, WorkerClosed
 from .logs import logger
 
-# Of the same thing so many failures are logged in so many seconds: one line of a program may make ten thousand calls,
-# which fail at once when their worker dies. Of so many things it is known how often that was, the latest ones.
+# The log gets at most LINES failures of one thing in LINES_EVERY seconds: one line of a program may make ten thousand
+# calls, which fail at once when their worker dies. The last _THINGS things are counted.
 LINES, LINES_EVERY, _THINGS = 10, 60.0, 1024
 
 # Where in the user's program a call was made: code and instruction. The line is computed only for a text.
@@ -20,12 +20,12 @@ CallSite = tuple[CodeType, int]
 
 
 def call_site(frame: FrameType) -> CallSite:
-    """The place that a frame is at."""
+    """The present place of a frame."""
     return frame.f_code, frame.f_lasti
 
 
 def describe_site(site: CallSite | None) -> str:
-    """A place as text: file, line, function; empty where it is not known."""
+    """A place as text: file, line, function; empty for None."""
     if site is None:
         return ""
     code, instruction = site
@@ -37,7 +37,7 @@ def describe_site(site: CallSite | None) -> str:
 
 
 def outside(package: str) -> FrameType:
-    """The nearest frame on the stack that runs no code of that module or package: the program's."""
+    """The nearest frame on the stack outside of a module or package: the program's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(f"{package}."):
         frame = frame.f_back
@@ -45,16 +45,16 @@ def outside(package: str) -> FrameType:
 
 
 class Spates:
-    """Keeps what fails again and again from filling the log. Any thread, also in the garbage collector: no locks.
+    """Limits the log lines of repeated failures. Any thread, also in the garbage collector: no locks.
 
-    Threads that ask at once may have one line more or less.
+    Concurrent threads may log one line more or less.
     """
 
     def __init__(self) -> None:
-        self._logged: dict[str, tuple[float, int]] = {}  # since when, and how often; what failed last is last
+        self._logged: dict[str, tuple[float, int]] = {}  # since when, and how often; the last failure is last
 
     def line(self, what: str) -> str | None:
-        """What to put behind a line of the log that says that this has failed; None if there is to be no such line."""
+        """The end of the log line for a failure of `what`; None if the failure is not to be logged."""
         now = time.monotonic()
         since, count = self._logged.pop(what, (now, 0))
         if now - since >= LINES_EVERY:
@@ -69,12 +69,12 @@ class Spates:
         return f". So have others; more are not logged within {LINES_EVERY:g} s" if count == LINES else ""
 
 
-#: What of this process is in the log.
+#: The limits of this process.
 spates: Spates = Spates()
 
 
 class Unobserved:
-    """Logs a failure when it is collected before anybody looked at it. what: has failed. seen: set by who looks."""
+    """Logs a failure that is garbage-collected before the program looked at it. what: names it. seen: stops the log."""
 
     __slots__ = ("error", "seen", "what")
 
@@ -84,7 +84,7 @@ class Unobserved:
         self.seen: bool = False
 
     def __del__(self) -> None:
-        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged.
+        # This worker's own cancelling or leaving is no failure to log.
         if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
             more = spates.line(self.what)
             if more is not None:

@@ -1,7 +1,7 @@
-"""The blocking wrapper for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``.
+"""The blocking verbs for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``.
 
-It adds no logic: `init_rpc` runs a worker on a loop in a thread of its own, the other verbs wait for the Futures of
-that worker. A verb that would block the loop of its worker is refused with WouldBlockLoop, which names what to await.
+They add no logic: `init_rpc` runs a worker on a loop in a thread of its own, and the other verbs wait for the worker's
+Futures. A verb that would block its worker's loop raises WouldBlockLoop, which names what to await.
 """
 
 from __future__ import annotations
@@ -47,32 +47,28 @@ def init_rpc(
     rpc_backend_options: RpcBackendOptions | None = None,
     role: str = "",
 ) -> None:
-    """Start this process's worker and wait until its group is there. Its loop runs in a thread of its own (uvloop).
-
-    name: unique in the group, as of `aiorpc.init`.
-    backend: for programs of torch that pass one; there is one runtime behind all of them.
+    """Start this process's worker and wait until its group is complete. Its loop runs in a thread of its own (uvloop).
+    name: unique in the group; see `aiorpc.init`. backend: for programs of torch that pass one; there is one runtime
+    behind all of them.
     rank: -1 takes RANK from the environment, with ``env://``.
     world_size: None takes WORLD_SIZE from there. With ``tcp://`` and ``file://`` None makes a free group, which workers
         join and leave at any time.
-    rpc_backend_options: everything else that can be set; the defaults if None.
-    role: as of `aiorpc.init`.
-
-    Raised here: RendezvousError within ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device
-    maps that cannot be; RpcUsageError for a name, a role or options that cannot be, or if this process has a worker
-    already.
+    rpc_backend_options: all other options; the defaults if None. role: see `aiorpc.init`. Raised here: RendezvousError
+    within ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for invalid devices or device maps; RpcUsageError for
+    an invalid name, role or options, or if this process has a worker already.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    rank_or_none = None if rank == -1 else rank  # any other number that is no rank is told
+    rank_or_none = None if rank == -1 else rank  # other negative numbers are refused
     host(Worker(name, rank=rank_or_none, world_size=world_size, options=rpc_backend_options, role=role))
 
 
 def host(worker: Worker) -> None:
-    """Start a worker on a loop in a thread of its own, which `shutdown` ends; blocks until its group is there.
+    """Start a worker on a loop in a thread of its own, which `shutdown` ends; blocks until its group is complete.
 
-    Raises what starting it raises; RpcUsageError if this process has a worker already.
+    Raises the errors of `Worker.start`; RpcUsageError if this process has a worker already.
     """
     running = registry.nodes()
     if running:
@@ -81,11 +77,11 @@ def host(worker: Worker) -> None:
         former = registry.host(worker)
         if former is None:
             break
-        if former.state not in _ENDING or former._thread is None:  # the latter: another thread has it join
+        if former.state not in _ENDING or former._thread is None:  # without a thread: another thread starts it
             raise _already(former.name)
         if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
-        _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
+        _end(former, False, None, "init_rpc()")  # a handler has shut it down, perhaps not to the end
     follow(True)
     with on_error(_unhost, worker):
         thread = LoopThread(worker.name)
@@ -97,7 +93,7 @@ def host(worker: Worker) -> None:
 
 
 def _abandon(worker: Worker, thread: LoopThread) -> None:
-    """Starting it has failed, or was interrupted: let go of what there is, which may be all of it."""
+    """Starting the worker has failed or was interrupted, perhaps at the end: undo it."""
     try:
         if worker.state is WorkerState.RUNNING:
             thread.run(worker.shutdown(graceful=False))
@@ -106,7 +102,7 @@ def _abandon(worker: Worker, thread: LoopThread) -> None:
 
 
 def _unhost(worker: Worker) -> None:
-    """It has ended, or was not started."""
+    """Forget a worker that has ended or was not started."""
     registry.unhost(worker)
     follow(bool(registry.nodes()))
 
@@ -119,19 +115,18 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
     graceful: finish what was accepted. In a fixed group serve until every live member has called this, too. False
-        leaves at once. What other threads of this program begin then raises WorkerClosed, and what they wait for ends
-        with that after 3 s.
+        leaves at once. Verbs of other threads raise WorkerClosed from then on, and their waits after 3 s.
     timeout: seconds for all of it, 0 for no limit; the option ``shutdown_timeout`` if None.
 
-    Returns which members were lost, whether the time was up, and which references were still alive. From any thread but
-    the loop's.
+    Returns the lost members, whether the time was up, and the references that were still alive. From any thread but the
+    loop's.
 
     Raised here: WouldBlockLoop on the loop's thread; RpcUsageError if the worker runs on a loop of yours: ``await
     worker.shutdown()`` there.
     """
     if registry.nodes():
         worker: Any = registry.get().worker
-    else:  # one may be on its way out
+    else:  # a worker may be ending
         registry.forget()
         worker = registry.hosted
         if worker is None or worker.state not in _ENDING or worker._thread is None:
@@ -154,8 +149,8 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
             report = _wait_for_end(worker, thread, graceful, timeout)
         return report
     finally:
-        # Else it was refused, or interrupted before it began, and the worker needs its loop; or this is a handler on
-        # that loop, and whoever comes next ends the thread.
+        # Not if the shutdown was refused or interrupted: the worker needs its loop. In a handler on that loop the
+        # thread stays, too; the next `init_rpc` or `shutdown` ends it.
         if worker.closed and not thread.is_here:
             thread.close()
             _unhost(worker)
@@ -163,9 +158,9 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
 
 def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:
     try:
-        with worker._node.engine.pool.excused():  # a handler in a thread must not be waited for by what it waits for
+        with worker._node.engine.pool.excused():  # the shutdown must not wait for this thread's own handler
             return thread.run(worker.shutdown(graceful, timeout))
-    except WorkerClosed:  # somebody else was sooner, and has ended the loop
+    except WorkerClosed:  # another thread was sooner, and has ended the loop
         report = worker._report()
         if report is None:
             raise
@@ -231,14 +226,13 @@ def rpc_sync(
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result. See `aiorpc.call`.
 
-    From any thread but the one that runs the worker's loop. Ctrl-C, or whatever else a signal handler raises meanwhile,
-    cancels the call.
+    From any thread but the one of the worker's loop. Ctrl-C, or another exception of a signal handler, cancels the
+    call.
 
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
 
-    Raised here: what the function raised, and what `aiorpc.call` and its Future raise; WouldBlockLoop on the loop's
-    thread, with nothing sent; RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no
-    duration.
+    Raised here: the function's error, and the errors of `aiorpc.call` and its Future; WouldBlockLoop on the loop's
+    thread, with nothing sent; RpcUsageError if args is not a tuple or kwargs not a dict, and for an invalid timeout.
     """
     node = registry.only or registry.get()
     if args is None:
@@ -250,7 +244,7 @@ def rpc_sync(
         engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     limit = engine.default_timeout if timeout == UNSET_RPC_TIMEOUT else engine.timeout(timeout)
     future = node.peers.find(to).call(func, args, kwargs, limit)
-    try:  # as `wait_alone`, with one function less for the most frequent call
+    try:  # as `wait_alone`, inlined for speed
         return future.wait()
     except BaseException:
         future.cancel()
@@ -324,8 +318,8 @@ def rpc_async(
 
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit.
 
-    Raised here: what `aiorpc.call` raises; RpcUsageError for arguments that are no tuple and no dict, and for a timeout
-    that is no duration. Any thread.
+    Raised here: the errors of `aiorpc.call`; RpcUsageError if args is not a tuple or kwargs not a dict, and for an
+    invalid timeout. Any thread.
     """
     node = registry.only or registry.get()
     if args is None:

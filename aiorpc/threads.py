@@ -1,8 +1,8 @@
-"""Threads that begin without the context variables of whoever starts them, and how what blocks is awaited in one.
+"""Threads that begin without context variables, and blocking functions that are awaited in a thread.
 
-From Python 3.14 on ``-X thread_inherit_context=1``, which free-threaded builds have by default, gives them to every
-thread. One of the runtime serves many callers: what a handler has set that was running as the thread was started would
-be there in the calls of others.
+From Python 3.14 on ``-X thread_inherit_context=1``, the default of free-threaded builds, gives a new thread the
+variables of the thread that starts it. The runtime's threads serve many callers, who must not see each other's
+variables.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ T = TypeVar("T")
 
 
 def daemon(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
-    """A thread that keeps no process from ending, not yet started."""
+    """A daemon thread, not yet started."""
     if sys.version_info >= (3, 14):
         return threading.Thread(target=target, args=args, name=name, daemon=True, context=Context())
     return threading.Thread(target=target, args=args, name=name, daemon=True)
 
 
 def waits_in_main_thread() -> bool:
-    """Whether this is the main thread, and it runs no loop: as it waits for a call it reads what is for others as well,
-    and a signal handler may raise in the midst of that.
-    """
+    """Whether this is the main thread and runs no loop: a signal handler may raise while it reads answers here."""
     return threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is None
 
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:
-    """Run a function that blocks in a thread of its own, and await it. If that is cancelled, the thread runs on.
+    """Run a blocking function in a thread of its own, and await it. If the task is cancelled, the thread runs on.
 
-    Overloaded if the system gives no thread; then it is not run.
+    Raises Overloaded if no thread can be started.
     """
     loop = asyncio.get_running_loop()
     done = loop.create_future()

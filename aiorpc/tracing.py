@@ -1,4 +1,4 @@
-"""The trace context of calls (W3C Trace Context): what OpenTelemetry's propagators and others put in and take out.
+"""The trace context of calls (W3C Trace Context), for OpenTelemetry's propagators and others.
 
     with tracing.using(TraceContext.from_headers(carrier)):
         await rpc.call("worker1", work)
@@ -6,7 +6,7 @@
     def work():  # on worker1
         context = tracing.current()  # the same; what it calls takes it along
 
-A call without a context costs nothing, and has no byte of it on the wire but for a nil.
+A call without a context costs nothing, and has only a nil on the wire.
 """
 
 from __future__ import annotations

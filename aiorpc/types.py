@@ -1,8 +1,8 @@
-"""The types of what the verbs return: handles, results and records. They are made by aiorpc, and named in annotations.
+"""The types of the verbs' results: handles, results and records. aiorpc makes them; programs name them in annotations.
 
-What each is for stands with the verb that returns it: `aiorpc.peer` a `PeerHandle`, `aiorpc.group` a `PeerGroup`,
-`aiorpc.serve` a `ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a
-`Publication`, `aiorpc.subscribe` a `Subscription`.
+See the verb for each: `aiorpc.peer` returns a `PeerHandle`, `aiorpc.group` a `PeerGroup`, `aiorpc.serve` a
+`ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a `Publication`,
+`aiorpc.subscribe` a `Subscription`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is half done is undone: `on_error` runs a step if the block under it raises, whatever that is."""
+"""`on_error`: undo a half-done step if a block raises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class on_error:  # as `contextlib.suppress`
-    """``with on_error(step, *arguments):`` calls the step if the block raises; what the block raised goes on."""
+    """``with on_error(step, *arguments):`` calls the step if the block raises anything; the exception goes on."""
 
     __slots__ = ("_arguments", "_step")
 

@@ -1,7 +1,6 @@
-"""A worker, as the program that makes it knows it.
+"""`Worker`, which the program makes.
 
-A `Worker` exists before it has joined; what it consists of once it has joined is its `Node` (`node`). How it gets from
-the one to the other, and how it ends, is its `Lifecycle` (`life`).
+It exists before it joins. Once it has joined, its `Node` has its parts. Its `Lifecycle` joins and leaves.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Worker:
         hooks: Hooks | None = None,
         role: str = "",
     ) -> None:
-        """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
+        """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any."""
         self.name: str = check_name(name)
         self.role: str = check_role(role)
         if options is not None and not isinstance(options, RpcBackendOptions):
@@ -134,7 +133,7 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """Where the worker stands in its life, from `WorkerState.NEW` to `WorkerState.CLOSED`."""
+        """The worker's state, from `WorkerState.NEW` to `WorkerState.CLOSED`."""
         return self._lifecycle.lifetime.state
 
     @property
@@ -176,7 +175,7 @@ class Worker:
         return f"<aiorpc.Worker {self.name!r} {self.state.value}>"
 
     def __reduce__(self) -> NoReturn:
-        """No copies, either: there is one worker of a name."""
+        """Not supported, also for copies: there is one worker of a name."""
         raise RpcUsageError(
             f"worker {self.name!r} stays in its process, and cannot be copied, pickled or sent; a function that is "
             "called has the worker that it runs on from aiorpc.current()"
@@ -202,7 +201,7 @@ class Worker:
             self._own_loop = own
             await own.run_async(self._lifecycle.join())
         except BaseException:
-            if self.state is WorkerState.RUNNING:  # it was cancelled in the moment in which it had joined
+            if self.state is WorkerState.RUNNING:  # cancelled just when it had joined
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.shutdown(graceful=False, timeout=0.0)
             own.close()
@@ -235,7 +234,7 @@ class Worker:
     def remote(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> rref.RRef[T]: ...
 
     def remote(self, to: To, function: Function, /, *args: object, **kwargs: object) -> rref.RRef[Any]:
-        """An RRef of the result of ``function(*args, **kwargs)``, which stays on that worker; returns at once."""
+        """An RRef of the result of ``function(*args, **kwargs)``, which stays on worker `to`; returns at once."""
         node = self._node
         timeout = node.engine.default_timeout
         return node.references.create(node.peers.find(to), function, args, kwargs, timeout, depth=2)
@@ -280,13 +279,13 @@ class Worker:
         return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
 
     def serve(self, name: str, value: object, *, replace: bool = False) -> ServedObject:
-        """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
+        """Let other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
         if isinstance(value, rref.RRef):
             raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
         return self._objects.serve(name, value, self._lifecycle.lifetime, replace=replace)
 
     def queue(self, name: str, *, owner: str, timeout: float | None = None) -> QueueHandle[Any]:
-        """A handle of a queue that some worker owns; this one uses it. See `aiorpc.queue`."""
+        """A handle of a queue, for use by this worker. See `aiorpc.queue`."""
         self._check_open()
         handle: QueueHandle[Any] = QueueHandle(name, owner, timeout)
         return handle._bind(self._node)
@@ -313,23 +312,23 @@ class Worker:
         return _Coming(peer, call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: object) -> Future[Publication]:
-        """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
+        """Give a value to all subscribers of a name, as its next version. See `aiorpc.publish`."""
         return self._node.publications.publish(name, value)
 
     def unpublish(self, name: str) -> Future[None]:
-        """Publish a name no longer. See `aiorpc.unpublish`."""
+        """Stop publishing a name. See `aiorpc.unpublish`."""
         return self._node.publications.unpublish(name)
 
     def subscribe(
         self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
     ) -> Subscription[Any]:
-        """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
+        """The newest versions of a published value. See `aiorpc.subscribe`."""
         return self._node.publications.subscribe(name, timeout, map_location)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_worker_info(self, name: str | None = None) -> WorkerInfo:
-        """Name and id of this worker, or of the one of that name. See `aiorpc.get_worker_info`."""
+        """Name and id of this worker, or of another one. See `aiorpc.get_worker_info`."""
         self._check_open()
         if name is None:
             return self.info
@@ -337,7 +336,7 @@ class Worker:
         return peers.info_of(peers.find(name))
 
     def worker_infos(self) -> list[WorkerInfo]:
-        """All members this worker knows, itself included, by id; without those that have left or were lost."""
+        """All live members that this worker knows, itself included, by id."""
         return self._node.worker_infos()
 
     def _check_open(self) -> None:
@@ -347,10 +346,9 @@ class Worker:
     def events(self) -> Listener:
         """News of the group from now on, for ``async for``; ends when this worker shuts down.
 
-        Workers that join, leave, are lost, or take the place of one that was lost; connections that break and come
-        back. The events are in `aiorpc.events`. Of those that nothing takes the latest 65,536 are kept, and the log
-        says when older ones are dropped. From any thread, and iterated on any loop. `aclose`, or dropping it, ends it
-        early.
+        Workers that join, leave, are lost, or take the place of a lost one; connections that break and come back. The
+        types are in `aiorpc.events`. The last 65,536 events wait to be taken; the log reports dropped ones. From any
+        thread, and iterated on any loop. `aclose`, or dropping it, ends it early.
         """
         return self._events.listen()
 
@@ -360,13 +358,13 @@ class Worker:
         observer: see `aiorpc.events.CallObserver`. The `Observation` ends it: by `close`, or as a context manager.
         Without observers calls cost nothing more. Any thread.
 
-        Raised here: WorkerClosed if it has not joined, RpcUsageError for what lacks a method of an observer.
+        Raised here: WorkerClosed if it has not joined, RpcUsageError for an observer that lacks a method.
         """
         check_observer(observer)
         return Observation(self._node.engine, observer)
 
     def statistics(self) -> Statistics:
-        """What this worker has done and is doing, as numbers. Any thread.
+        """Counters and gauges of this worker. Any thread.
 
         Raised here: WorkerClosed if it has not joined.
         """
@@ -386,31 +384,33 @@ class Worker:
         """Leave the group: drain, then go. Idempotent: later calls wait for the first one. On the worker's loop.
 
         A graceful shutdown closes the door, finishes what was accepted before, and leaves. In a free group the door
-        closes now. In a fixed group it closes when every live member has called its own shutdown; what is under way
-        then has ``rpc_timeout``. When the door has closed, what this worker's program begins raises WorkerClosed, and
-        what it still waits for does so after 3 s.
+        closes now. In a fixed group it closes when every live member has called its own shutdown; calls under way then
+        have ``rpc_timeout``. When the door has closed, new calls of this worker's program raise WorkerClosed, and its
+        waits do so after 3 s.
 
-        graceful: False leaves at once, also where a graceful shutdown waits already.
+        graceful: False leaves at once, even while a graceful shutdown waits.
         timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
 
-        Returns which members were lost and which references were still alive. After it no thread, task or socket of the
-        worker is left, but for a thread inside torch if the store has not answered for 5 s (a warning says so). A
-        worker that is still joining gives that up: `start` raises WorkerClosed. A worker whose loop was closed
-        meanwhile, as ``asyncio.run`` does, is taken down on any other loop.
+        Returns the lost members and the references that were still alive. After it no thread, task or socket of the
+        worker is left, except for a thread inside torch if the store has not answered for 5 s (with a warning). A
+        worker that is still joining gives up: `start` raises WorkerClosed. A worker whose loop was closed meanwhile, as
+        ``asyncio.run`` does, is closed on any other loop.
 
         Raised here: RpcUsageError on another loop than the worker's.
         """
         report = self._lifecycle.report()
         own = self._own_loop
         if report is not None:
-            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which still runs
+            if (
+                own is not None and not own.is_here and self.closed
+            ):  # it was shut down on its own loop, which still runs
                 own.close()
             return report
         if own is not None and asyncio.get_running_loop() is not own.loop:
             try:
                 return await own.run_async(self.shutdown(graceful, timeout))
             finally:
-                if self.closed:  # else it was refused, or cancelled before it began, and the worker needs its loop
+                if self.closed:  # not if the shutdown was refused or cancelled: the worker needs its loop
                     own.close()
         if self._lifecycle.loop is not None and asyncio.get_running_loop() is not self._lifecycle.loop:
             raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
@@ -418,26 +418,26 @@ class Worker:
 
     @property
     def _thread(self) -> LoopThread | None:
-        """The thread that runs its loop, if that was made for it; None if it runs on a loop of the user's."""
+        """The thread that was made for its loop; None if it runs on a user's loop."""
         return self._hosted_by or self._own_loop
 
     async def _drop(self) -> None:
-        """Let go of everything without leaving, as if the process had died: for tests. On the worker's loop."""
+        """Drop everything without leaving, as if the process had died: for tests. On the worker's loop."""
         await self._lifecycle.drop()
 
     def _loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
         """The loop has ended although the worker is running: close the worker at once.
 
-        Returns a coroutine with what is left to do, which needs one more run of the loop.
+        Returns a coroutine with the rest, which needs one more run of the loop.
         """
         return self._lifecycle.loop_ended(cause)
 
     def _loop_closed(self, *, wait: bool = True) -> None:
-        """The loop was closed although the worker runs: take it down without. See `Lifecycle.loop_closed`."""
+        """The loop was closed although the worker runs: close the worker without it. See `Lifecycle.loop_closed`."""
         self._lifecycle.loop_closed(wait=wait)
 
     def _report(self) -> ShutdownReport | None:
-        """What `shutdown` returns where it has nothing left to do; None if it has. Any thread."""
+        """The result of `shutdown` if it has nothing left to do; None if it has. Any thread."""
         return self._lifecycle.report()
 
     # --- the user's way in and out ------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class Worker:
         """Join the group."""
         return self.start().__await__()
 
-    if not TYPE_CHECKING:  # for a checker there is nothing
+    if not TYPE_CHECKING:  # type checkers must not see it
 
         def __enter__(self) -> NoReturn:
             raise TypeError(
@@ -458,7 +458,7 @@ class Worker:
             """Python looks for it first."""
 
     async def __aenter__(self) -> Worker:
-        """Join the group, unless that was awaited before; inside the block this worker is the current one."""
+        """Join the group, unless it has; inside the block this worker is the current one."""
         here = self._own_loop is not None or self._lifecycle.loop is asyncio.get_running_loop()
         if self._token is not None or self.state is not WorkerState.RUNNING or not here:
             await self.start()
@@ -468,7 +468,7 @@ class Worker:
     async def __aexit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         """Leave: gracefully, or at once if the block ended with an error (others see a goodbye)."""
         if self._token is not None:
-            with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
+            with contextlib.suppress(ValueError):  # a fixture may exit in another context
                 current_node.reset(self._token)
         self._lifecycle.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None)

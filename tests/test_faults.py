@@ -316,7 +316,7 @@ async def test_what_cannot_be_is_refused(workers: Workers) -> None:
     with Faults(workers[0]) as faults:
         with pytest.raises(aiorpc.RpcUsageError, match="messages of the kinds call, remote"):
             faults.drop("cal")
-        with pytest.raises(aiorpc.RpcUsageError, match="nobody is told when these cannot be sent: reply"):
+        with pytest.raises(aiorpc.RpcUsageError, match="no caller hears that these cannot be sent: reply"):
             faults.fail("reply")
         with pytest.raises((aiorpc.RpcUsageError, ValueError)):
             faults.delay(-1.0)

@@ -29,12 +29,11 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     each leaf. Parts of the graph that the roots do not depend on are left alone, and no worker waits for them.
 
     As with torch's own ``backward``, a leaf that was frozen since the forward pass (``requires_grad_(False)``) gets no
-    gradient, and one of another type or on another device since gets one of the type, and where, it was then.
-
-    Raises RpcUsageError for roots that are none, or no such context; what a node of the graph raises, on whichever
-    worker (its notes say where); PeerLost if a worker that takes part is lost; RpcTimeout after the worker's
-    ``rpc_timeout``. After an error part of the gradients may be there. From any thread but the loop's, where
-    ``await ctx.backward(roots)`` does the same. The pass itself runs in threads, never on a loop.
+    gradient. A leaf that has changed its type or device since gets a gradient of the former type on the former device.
+    Raises RpcUsageError for invalid roots or an unknown context; the error of a node of the graph, with notes of its
+    worker; PeerLost if a worker that takes part is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error
+    part of the gradients may be there. From any thread but the loop's, where ``await ctx.backward(roots)`` does the
+    same. The pass itself runs in threads, never on a loop.
     """
     (registry.only or registry.get()).engine.refuse_on_loop("autograd.backward()", "await ctx.backward(roots)")
     make_pass(context_id, roots, retain_graph).drive()

@@ -1,4 +1,4 @@
-"""Which entries of a worker wait for their gradients in a backward pass, and which targets wait for these."""
+"""The entries of a worker that wait for gradients in a backward pass, and the targets that wait for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from ..runtime.gradients.reach import SentName
 class Awaited:
     """The entries of one part of a pass, by name, with the masks of the targets that they lead to.
 
-    Gradients come one by one, and of thousands where a program calls that often. So masks are united in a binary tree,
-    above those of the entries: a gradient that comes changes what is above it, and no more. Not for several threads at
-    once.
+    Thousands of gradients may come one by one. So a binary tree unites the masks of the entries: a gradient changes
+    only the nodes above its entry. Not thread-safe.
 
-    missing: the entries whose gradients are missing, with their places in the trees. targets: of all entries. blocked:
-    the targets for which a gradient is missing.
+    missing: entries without gradients, with their places in the trees. targets: of all entries. blocked: targets for
+    which a gradient is missing.
     """
 
     targets: int
@@ -27,12 +26,12 @@ class Awaited:
         self._names: list[Any] = [None] * first
         self._names += names
         self._leads = _united(masks)  # to which targets
-        self._blocked = self._leads.copy()  # the same of those entries alone whose gradients are missing
+        self._blocked = self._leads.copy()  # the same, for missing entries alone
         self.missing: dict[SentName, int] = dict(zip(names, range(first, 2 * first), strict=True))
         self.targets = self.blocked = self._leads[1]
 
     def came(self, names: Iterable[SentName]) -> None:
-        """The gradients of these are there, if they are entries."""
+        """Gradients have come, for those of `names` that are entries."""
         blocked = self._blocked
         for name in names:
             at = self.missing.pop(name, 0)
@@ -47,7 +46,7 @@ class Awaited:
         self.blocked = blocked[1]
 
     def leading_to(self, targets: int) -> list[SentName]:
-        """The entries that lead to any of these targets, in their order."""
+        """The entries that lead to any of some targets, in their order."""
         found, todo, leads, first = [], [1], self._leads, len(self._names) // 2
         while todo:
             at = todo.pop()
@@ -61,7 +60,7 @@ class Awaited:
 
 
 def _united(masks: Sequence[int]) -> list[int]:
-    """A tree: at 1 what all of them have, at n what those below 2n and 2n + 1 have, and the masks themselves last."""
+    """A tree: at 1 the union of all masks, at n the union of 2n and 2n + 1, and the masks themselves last."""
     tree = [0] * max(2 - len(masks), len(masks))
     tree += masks
     for at in range(len(masks) - 1, 0, -1):

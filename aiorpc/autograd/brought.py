@@ -1,4 +1,4 @@
-"""Gradients that other workers bring to a part of a backward pass: who may give which, and what they take till then."""
+"""Gradients that other workers bring to a part of a backward pass: checking them, and counting their memory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Tensor = torch.Tensor
 
 
 class BroughtGradients(NamedTuple):
-    """Gradients that another worker may give. sizes: in bytes. said: see `wire.MORE`."""
+    """Checked gradients of another worker. sizes: in bytes. state: see `wire.MORE`."""
 
     peer: PeerForContexts
     gradients: Mapping[SentName, Tensor | None]
     tensors: Sequence[Tensor]
     sizes: Mapping[SentName, int]
-    said: int
+    state: int
 
 
 def brought_by(
     node: Node, context: AutogradContext, peer: PeerForContexts, packed: object, tensors: Sequence[Any]
 ) -> BroughtGradients:
-    """What that worker gives, as `to_wire` has made it.
+    """Read and check the gradients of a peer, from `to_wire`.
 
     Raises NotAllowed for a tensor that was not sent to it from here, or has another shape; ProtocolError.
     """
-    gradients, said = from_wire(packed, tensors)
+    gradients, state = from_wire(packed, tensors)
     sent, receivers, sizes = context.sent, context.receivers, dict[SentName, int]()
     for name, gradient in gradients.items():
         edge = sent.get(name)
         if edge is None or (receivers.get(name.message) is not peer and not context.was_sent_to(peer, name)):
             raise _not_its_own(node, context, peer, "for a tensor that it was not sent from here")
         if gradient is not None:
-            # torch's engine looks as well, but does not run for what is added up first (`Resent`).
+            # torch's engine checks, too, but does not run for resent entries (`Resent`).
             if gradient.shape != tuple(edge.node._input_metadata[edge.output_nr].shape):
                 raise _not_its_own(node, context, peer, "of another shape than the tensor has that it was sent")
             sizes[name] = bytes_of(gradient)
-    return BroughtGradients(peer, gradients, tensors, sizes, said)
+    return BroughtGradients(peer, gradients, tensors, sizes, state)
 
 
 def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, which: str) -> NotAllowed:
@@ -57,9 +57,11 @@ def _not_its_own(node: Node, context: AutogradContext, peer: PeerForContexts, wh
 
 
 class Waiting:
-    """Gradients of others that wait in one part of a pass, as `KeptForOthers.hold` counts them. Any thread.
+    """Waiting gradients of other workers in one part of a pass, counted by `KeptForOthers.hold`.
 
-    sizes: whose each is, and how many bytes.
+    Any thread.
+
+    sizes: the peer and the bytes of each.
     """
 
     def __init__(self, kept: KeptForOthers) -> None:
@@ -68,7 +70,7 @@ class Waiting:
         self._lock = Lock()
 
     def add(self, peer: PeerForContexts, sizes: Mapping[SentName, int]) -> None:
-        """These have come from that worker. Raises Overloaded, and they do not count then."""
+        """Count gradients of a peer. Raises Overloaded; nothing is counted then."""
         self._kept.hold(peer, sum(sizes.values()))
         if not self.sizes.keys().isdisjoint(sizes):
             self.used(sizes)
@@ -77,7 +79,7 @@ class Waiting:
                 self.sizes[name] = peer, size
 
     def used(self, names: Iterable[SentName]) -> None:
-        """These were used, if they have waited."""
+        """Count gradients no more that were used."""
         used: dict[PeerForContexts, int] = {}
         with self._lock:
             for name in names:

@@ -1,9 +1,9 @@
-"""Autograd contexts: opening and leaving them, and the verbs of one.
+"""Autograd contexts: opening and leaving them, and their verbs.
 
 Leaving a context tells every worker that took part, with the next message to it or a little later (`Piggybacked`), and
-does not wait for the answers: what is asked of a worker later comes there behind the news. Contexts of which a worker
-has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for a few
-seconds at most. A worker that does not answer forgets the context when it learns that its opener is gone.
+does not wait for the answers; later calls arrive after the notice. Contexts cannot pile up at a worker: leaving one
+waits, for a few seconds at most, until the workers have answered for the one before. A worker that does not answer
+forgets the context when it learns that its opener is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 @register_safe
 class Context(int):
-    """An autograd context: its id, which is what other functions take, with the verbs of the one who opened it.
+    """An autograd context at the worker that opened it: its id, which other functions take, with its verbs.
 
     Travels as a plain int.
     """
@@ -51,7 +51,7 @@ class Context(int):
 
     @classmethod
     def _put_together(cls, parts: dict[str, Any]) -> int:
-        """What `_take_apart` was asked of, as a plain int. Raises RpcUsageError for anything else."""
+        """The id from the parts of `_take_apart`, as a plain int. Raises RpcUsageError for anything other."""
         number = parts.get("id")
         if type(number) is not int:
             raise RpcUsageError(f"an autograd context that is a {type(number).__name__}")
@@ -60,9 +60,9 @@ class Context(int):
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
         """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`.
 
-        To cancel it ends the pass on all workers. Gradients that were added by then stay in the context, and graphs
-        that it has gone through are gone unless `retain_graph` is set. It does not wait for what runs at that moment,
-        on this worker or another: that ends by itself, and its gradients are dropped.
+        Cancelling the Future ends the pass on all workers. Gradients that were added before stay in the context, and
+        graphs that the pass has gone through are gone unless `retain_graph` is set. Cancelling does not wait for
+        running parts, on any worker: they end by themselves, and their gradients are dropped.
         """
         one = make_pass(int(self), roots, retain_graph)
         one.done._site = call_site(sys._getframe(1))
@@ -75,13 +75,13 @@ class Context(int):
 
 
 class context:
-    """``with context() as context_id``, or ``async with context() as ctx``: what is inside is recorded.
+    """``with context() as context_id``, or ``async with context() as ctx``: records the calls inside.
 
-    Calls made inside, and what their handlers call, belong to the context; several may be open at once, and never mix.
-    Leaving it drops the graph and the gradients on all workers: here at once, on those that were called from here
-    before anything that they are asked later, and on those that only these have called soon after. It waits, for a few
-    seconds at most, until the workers have dropped those of the context that was left before it. On the worker's loop
-    only ``async with`` is possible.
+    Calls made inside, and the calls of their handlers, belong to the context; several may be open at once, and never
+    mix. Leaving it drops the graph and the gradients on all workers: here at once; on workers that were called from
+    here before any later call of this worker; on workers that only these have called soon after. It waits, for a few
+    seconds at most, until the workers have dropped the context that was left before. On the worker's loop only ``async
+    with`` is possible.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class context:
 
     def _open(self, node: Node) -> Context:
         node.engine.lifetime.check_open()
-        if self._id:  # a second one would take the place of the first, which then could not be left
+        if self._id:  # the first one could not be left any more
             raise RpcUsageError(
                 f"autograd context {self._id} of this `context()` is still open, and it holds one at a time: call "
                 "context() for each block"
@@ -122,16 +122,15 @@ class context:
             await asyncio.wait(waits, timeout=self._node.engine.bounds.leave_context)
 
     def _leave(self) -> list[Future[bytes]]:
-        """It has ended: here, and on all workers that know of it. Returns the calls to wait for."""
+        """End it here and on all workers that know of it. Returns the calls to wait for."""
         id, self._id = self._id, 0
-        # Another context, which was entered behind this one, may go on, as where two generators take turns.
+        # A context that was entered later may go on, for example if two generators take turns.
         if current_autograd.get() == id:
             try:
                 current_autograd.reset(self._token)
             except ValueError:
-                # Another task or thread leaves it than has entered it, as where a generator is closed for a consumer
-                # that has stopped early. The variable of the one who entered it stays: it names a context that is open
-                # nowhere.
+                # Another task or thread leaves it, for example when a generator is closed. The variable of the entering
+                # task keeps the id of a context that is open nowhere.
                 current_autograd.set(None)
         return _Farewell(self._node, id, self._node.gradients.leave(id)).tell(later=True)
 
@@ -142,31 +141,33 @@ async def _ended(call: Future[Any]) -> None:
 
 
 class _Farewell:
-    """Tells all workers that took part in a context that it has ended, also those that others name in their answers."""
+    """Tells all workers that took part in a context of its end, also workers that others name in their answers."""
 
     def __init__(self, node: Node, context_id: int, known: Collection[Any]) -> None:
-        """known: workers that took part (`Peer`), also those that have not joined yet: calls wait for these."""
+        """known: peers that took part, also ones that have not joined yet: calls wait for them."""
         self._node = node
         self._id = context_id
         self._told = {node.engine.id}
         self._joining, self._todo = _apart(known)
 
     def tell(self, later: bool = False) -> list[Future[bytes]]:
-        """Tell those that are known by now, and were not told. Any thread.
+        """Tell the known workers that were not told yet.
 
-        later: with the next message to them, those that have answered for the context before. Returns the calls by
-        which the others were told of that one.
+        Any thread.
+
+        later: with the next message, to workers that have answered for the context before. Returns the unanswered calls
+        of the others.
         """
         if self._node.engine.closed:
             return []
         while self._joining:
             peer = self._joining.pop()
-            # Behind the calls that wait, as they say that they belong to the context.
+            # Sent after the waiting calls, which belong to the context.
             _call(peer, forget, self._id)._when_settled(partial(self._joined, peer))
         last, earlier = self._node.gradients.farewells, []
         for worker_id in self._todo - self._told:
             before, peer = last.get(worker_id), self._node.peers.by_id(worker_id)
-            piggybacked = later and before is None  # else the one before may be waiting for a message to leave with
+            piggybacked = later and before is None  # if not, the former call may itself wait for a message
             self._told.add(worker_id)
             call = last[worker_id] = _call(peer, forget, self._id, piggybacked)
             call._when_settled(partial(self._answered, worker_id))
@@ -197,9 +198,9 @@ class _Farewell:
             told = None
         if told is not None:
             new = set(told) - self._told
-            # In place: several threads may. Members alone: a worker that invents others has none of them called.
+            # In place, for several threads. Members alone: invented ids are not called.
             self._todo.update(new and new.intersection(self._everybody()))
-        else:  # it is gone, and with it what it knew of others
+        else:  # it is gone, with its knowledge of others: tell all members
             self._todo.update(self._everybody())
         with contextlib.suppress(RpcError):  # we leave
             self.tell()
@@ -207,10 +208,10 @@ class _Farewell:
 
 @brief
 def forget(context_id: Id) -> bytes:
-    """Handler: a context has ended. The ids of the workers that it is known to, as far as this one knows, packed.
+    """Handler: a context has ended. Returns the packed ids of workers that this one knows to take part.
 
-    The worker that has opened the context is believed. Another worker that takes part may say so to one that
-    joined after the end: that asks the opener, so that no worker ends the contexts of others.
+    Only the opener of the context can end it. If another worker that takes part reports the end, because this worker
+    joined after it, this worker asks the opener.
     """
     node, call = serving()
     opener, gradients = opener_of(context_id), node.gradients
@@ -229,7 +230,7 @@ def forget(context_id: Id) -> bytes:
 
 
 def _doubted(node: Node, context_id: int, asked: Future[bool]) -> None:
-    """The opener of a context has said whether it has ended, or is gone, and its contexts with it."""
+    """The opener has answered whether a context has ended, or is gone."""
     node.gradients.doubted.discard(context_id)
     if asked.exception() is None and asked.value() is True:
         _Farewell(node, context_id, node.gradients.leave(context_id)).tell()
@@ -237,13 +238,13 @@ def _doubted(node: Node, context_id: int, asked: Future[bool]) -> None:
 
 @brief
 def has_ended(context_id: Id) -> bool:
-    """Handler: whether a context of this worker was left, or is none. It says no more of one than the caller knows."""
+    """Handler: whether a context of this worker was left, or never existed: the answer is the same for both."""
     node, _ = serving()
     return node.gradients.has_ended(context_id)
 
 
 def _call(peer: Any, function: Any, context_id: int, later: bool = False) -> Future[Any]:
-    """Call a handler of this module at that worker (`Peer`), in no call: so no deadline of a handler ends it."""
+    """Call a handler of this module at a peer, outside of any served call, so no deadline of a handler ends it."""
     serving = current_call.set(None)
     try:
         options = CallOptions(later=later, part_of=("context", context_id))
@@ -254,7 +255,7 @@ def _call(peer: Any, function: Any, context_id: int, later: bool = False) -> Fut
 
 
 def _apart(known: Collection[Any]) -> tuple[list[Any], set[int]]:
-    """Of these workers (`Peer`) those that have not joined yet, and the ids of the others."""
+    """The peers that have not joined yet, and the ids of the others."""
     joining = [peer for peer in known if peer.record is None]
     return joining, {peer.record.id for peer in known if peer.record is not None}
 
@@ -262,7 +263,7 @@ def _apart(known: Collection[Any]) -> tuple[list[Any], set[int]]:
 def make_pass(
     context_id: int, roots: Sequence[Tensor], retain_graph: bool, node: Node | None = None, last: Last | None = None
 ) -> Pass:
-    """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be.
+    """A pass that has not started; any thread. Raises RpcUsageError for invalid roots or an unknown context.
 
     node: of the worker that has the roots; None: the current one. last: as of `Pass`.
     """

@@ -1,4 +1,4 @@
-"""A run of torch's engine: gradients of some targets, in whose memory each of them lies, and what is said of errors."""
+"""Runs torch's engine for the gradients of targets, finds shared memory, and notes the place of errors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EDGE = operator.attrgetter("edge")
 def evaluate(
     entries: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[Target], retain: bool
 ) -> Sequence[Tensor | None]:
-    """The gradients of some targets, from those of entries. retain: keep the graph for another run."""
+    """The gradients of targets, from the gradients of entries. retain: keep the graph for another run."""
     if not entries:
         return [None] * len(targets)
     outputs, gradients = zip(*entries, strict=True)
     inputs = tuple(map(_EDGE, targets))
-    # What `torch.autograd.grad` comes to for edges, with a quarter of its functions: the engine compares shapes and
-    # types of the gradients by itself.
+    # The core of `torch.autograd.grad` for edges, with a quarter of its calls: the engine itself checks shapes and
+    # types of the gradients.
     results: Sequence[Tensor | None] = _engine_run_backward(
         outputs, gradients, retain, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
@@ -34,8 +34,9 @@ def evaluate(
 
 
 def unshared(gradient: Tensor, taken: set[int]) -> Tensor:
-    """A gradient that shares memory with no other one: the engine gives one tensor, or views of one, to several inputs,
-    and may hand through what it was given."""
+    """A gradient that shares no memory with others. The engine may give one tensor, or views of it, to several inputs,
+    and may pass on its own inputs.
+    """
     memory = memory_of(gradient)
     if memory in taken or (gradient.layout is torch.strided and 0 in gradient.stride()):
         return gradient.clone(memory_format=torch.contiguous_format)
@@ -44,7 +45,7 @@ def unshared(gradient: Tensor, taken: set[int]) -> Tensor:
 
 
 def memory_of(tensor: Tensor | None) -> int:
-    """Equal for tensors that share it; of what has no storage of its own, the object's."""
+    """A number that is equal for tensors that share memory; the object's id for a tensor without storage."""
     if tensor is None or tensor.layout is not torch.strided:
         return id(tensor)
     try:
@@ -54,7 +55,7 @@ def memory_of(tensor: Tensor | None) -> int:
 
 
 def references_to(tensors: Sequence[Tensor | None]) -> list[int]:
-    """How many refer to each of them, as `ALONE` is counted."""
+    """The reference count of each tensor, to compare with `ALONE`."""
     return list(map(sys.getrefcount, tensors))
 
 
@@ -64,7 +65,7 @@ ALONE = references_to((torch.empty(0),))[0]
 
 
 def say_where(error: BaseException, worker: str) -> None:
-    """Note worker and node, which the error itself says nothing of."""
+    """Add a note with the worker and the graph node to an error."""
     node = None
     traceback = foreign.field(error, "__traceback__")
     while traceback is not None:

@@ -1,7 +1,7 @@
-"""One worker's part in a backward pass (see `passes`), and what workers ask of each other in one.
+"""One worker's part in a backward pass (see `passes`), and the calls between workers in a pass.
 
-The worker that runs the pass asks each of the others how far its part is, and has one such question open there or on
-its way until the part is over. PLAN is the first; each later one brings the gradients that are there by then, if any.
+The worker that runs the pass has one question open at each other worker, or on its way there, until that worker's part
+is over. PLAN is the first question; each later one brings new gradients, if there are any.
 
     from      event                                          to        the open question
     WAITING   gradients come before the plan                 WAITING   stays open
@@ -13,10 +13,9 @@ its way until the part is over. PLAN is the first; each later one brings the gra
               (what the plan wants done at the end is done before that: see `Closing`)
     any       an error, a lost worker, the end of a context  FAILED    is answered with the error
 
-Another worker has a say as far as its own tensors go. It gives gradients along the edges that were recorded with it:
-of tensors that this worker has sent to it. It asks only for parts of passes that it runs itself, whose ids contain its
-own, and only if it takes part in the context (`AutogradContext.takes_part`). All this is checked before any of it is
-kept.
+Another worker may give gradients only for tensors that this worker has sent to it. It may ask only for parts of passes
+that it runs itself, whose ids contain its own, and only if it takes part in the context (`AutogradContext.takes_part`).
+All this is checked before anything is kept.
 """
 
 from __future__ import annotations
@@ -64,43 +63,42 @@ from .wire import (
 
 Tensor = torch.Tensor
 Given = dict[SentName, Tensor | None]
-# Passes of a context that have ended and are remembered, so that a message that comes late opens none again.
+# How many ended passes of a context are remembered: a late message must not open one again.
 _REMEMBERED = 1024
-# Characters of the reason for which a pass has failed elsewhere.
+# The most characters of the reason of a failure elsewhere.
 LONGEST_REASON = 10_000
 _LEAF, _GRADIENT = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Closing(ABC):
-    """What a worker may be asked to do last in its part of a pass: the step of an optimizer of its own.
-
-    Others name it by a reference to it.
-    """
+    """The last thing of a worker's part in a pass: the step of its own optimizer. Others name it by a reference."""
 
     @abstractmethod
     def close_part(self, node: Node, context_id: int, part: Part, seconds: float | None) -> bool:
-        """All gradients of that worker are in the context; whether there was anything to do. In a thread, never on a
-        loop. part: if it is over, nothing is to be done any more. seconds: for which it may wait. What it raises is the
-        error of the pass."""
+        """Called when all gradients of the worker are in the context. Returns whether it did anything. In a thread,
+        never on a loop. part: if it is over, do nothing. seconds: the longest wait. Its error fails the pass.
+        """
 
 
 class RunsPass(Protocol):
     """Runs the pass, on the worker that has the roots (`Pass`)."""
 
     def hand_on(self, worker_id: int, gradients: Gradients) -> None:
-        """These gradients came out here for another worker. In a thread, never on a loop."""
+        """Send gradients to another worker. In a thread, never on a loop."""
 
     def part_over(self, part: Part) -> None:
-        """The part of this worker is over. Any thread."""
+        """This worker's part is over. Any thread."""
 
 
 # --- a part -----------------------------------------------------------------------------------------------------------
 
 
 class Part:
-    """What one worker does in one pass. Any thread; `advance` not on a loop.
+    """One worker's part in one pass.
 
-    over: whether it is DONE or FAILED. error: why it has failed. closed: what `Closing.close_part` has said. reached:
+    Any thread; `advance` not on a loop.
+
+    over: whether it is DONE or FAILED. error: why it has failed. closed: the result of `Closing.close_part`. reached:
     `id` of each leaf of this worker that has got a gradient in this pass.
     """
 
@@ -112,12 +110,12 @@ class Part:
         runs: RunsPass | None,
         maker: PeerForContexts | None = None,
     ) -> None:
-        """runs: what runs the pass, if that is this worker. maker: the worker whose message has made it, if another."""
+        """runs: the pass, at the worker that runs it. maker: elsewhere, the worker whose message made this part."""
         self.over: bool = False
         self.error: BaseException | None = None
         self.closed: bool = False
         self.reached: set[int] = set()
-        self.held: dict[int, Given] | None = None  # gradients for others, while they are not to be sent
+        self.held: dict[int, Given] | None = None  # gradients for others, while sending must wait
         self._maker = maker
         self._runs = runs
         self._node = node
@@ -126,39 +124,41 @@ class Part:
         self._lock = Lock()
         self._entries: dict[SentName, Entry] = {}
         self._awaited: Awaited | None = None  # None: the plan has not come
-        self._gradients: Given = {}  # that have come
+        self._gradients: Given = {}  # have come
         self._waiting = Waiting(node.gradients.kept)
         self._arrivals: list[Arrival] = []
-        self._left = 0  # bits of targets that were not evaluated
+        self._left = 0  # bits of targets that are not evaluated yet
         self._resent = Resent()
         self._retain = False
-        self._root = -1  # who runs the pass
+        self._root = -1  # the worker that runs the pass
         self._until: float | None = None
         self._closing: Closing | None = None
         self._running = False
         self._ended = False  # a thread has found that nothing is left to do
-        self._ready_to_end = False  # and that thread has done what comes last
-        self._sink: LeafSink | None = None  # that has taken gradients of leaves
+        self._ready_to_end = False  # and it has done the last thing (`Closing`)
+        self._sink: LeafSink | None = None  # has taken gradients of leaves
         self._delivering = 0  # unanswered calls that bring gradients to others
-        self._for_root: Given = {}  # that came out for the worker that runs the pass, and were not told yet
-        self._question: Future[Wire] | None = None  # of the worker that runs the pass, which is open
+        self._for_root: Given = {}  # gradients for the worker that runs the pass, not sent yet
+        self._question: Future[Wire] | None = None  # the open question of the worker that runs the pass
 
     def begin(
         self, entries: dict[SentName, Entry], *, retain: bool, until: float | None, closing: Closing | None = None
     ) -> None:
-        """The plan. retain: keep the graph for another one. until: as of `ask`. closing: what is to be done last."""
+        """The plan has come. retain: keep the graph for another pass. until: as of `ask`. closing: the last thing to
+        do.
+        """
         with self._lock:
             self._retain, self._until, self._closing = retain, until, closing
             awaited = Awaited(list(entries), [entry.mask for entry in entries.values()])
             awaited.came(self._gradients)
             self._entries, self._left = entries, awaited.targets
             self._awaited = awaited
-            if self._node.accelerators.accelerator is None:  # else sums would have to wait for streams
+            if self._node.accelerators.accelerator is None:  # with devices, sums would have to wait for streams
                 self._resent = Resent.of(entries, self._context.received)
                 self._resent.came(self._gradients)
 
     def take_brought(self, brought: BroughtGradients) -> None:
-        """Gradients of another worker; they count as its own until they are used. Raises Overloaded."""
+        """Take gradients of another worker, which count for it until they are used. Raises Overloaded."""
         peer, gradients, tensors, sizes, _ = brought
         if not gradients:
             return
@@ -168,7 +168,7 @@ class Part:
             self._waiting.end()
 
     def take(self, gradients: Mapping[SentName, Tensor | None], arrival: Arrival | None = None) -> None:
-        """Gradients of some entries. arrival: of those on devices."""
+        """Take gradients of some entries. arrival: of gradients on devices."""
         with self._lock:
             self._gradients.update(gradients)
             if self._awaited is not None:
@@ -178,7 +178,7 @@ class Part:
                 self._arrivals.append(arrival)
 
     def question(self, worker_id: int) -> Future[Wire]:
-        """A question of the worker that runs the pass: see the module. RpcError if another worker runs it."""
+        """Open a question of the worker that runs the pass: see the module. Raises RpcError if another runs it."""
         asked: Future[Wire] = Future()
         asked._loop, asked._executor = self._node.engine.loop, self._node.engine.pool
         with self._lock:
@@ -193,34 +193,34 @@ class Part:
         return asked
 
     def _refuse(self) -> None:
-        """It is over: an open question learns why it has failed, or nothing, if another one has had the last answer."""
+        """It is over: answer an open question with the error, or with nothing if another one had the last answer."""
         with self._lock:
             asked, self._question = self._question, None
         if asked is not None:
             asked._settle(to_wire({}, MORE), self.error)
 
     def fail(self, error: BaseException) -> None:
-        """It cannot be done; the first reason counts."""
+        """End it with an error; the first one counts."""
         self._end(error)
         self._refuse()
         self._kept(failed=True)
 
     def let_go(self) -> None:
-        """The pass that this worker runs has ended: it is kept no longer.
+        """The pass that this worker runs has ended: drop it.
 
-        The two refer to each other, and would keep the graph and the gradients until the garbage collector comes.
+        The cycle between the two would keep the graph and the gradients until the garbage collector runs.
         """
         self._runs = None
 
     def _end(self, error: BaseException | None) -> bool:
-        """It is over; False if it was before."""
+        """End it. False if it was over before."""
         with self._lock:
             if self.over:
                 return False
             self.error = error
             self._context.passed[self._number] = error, self._maker
             self._context.parts.pop(self._number, None)
-            self.over = True  # last: others look at it without the lock, and then at the rest
+            self.over = True  # last: other threads read it without the lock, and then the rest
         if self._waiting.sizes:
             self._waiting.end()
         if len(self._context.passed) > _REMEMBERED:
@@ -240,7 +240,7 @@ class Part:
                 self._node.gradients.kept.keep(self._context, maker, -1)
 
     def advance(self) -> None:
-        """Run in this thread what is ready, and what becomes ready by that."""
+        """Evaluate targets that are ready, and those that become ready, in this thread."""
         while not self.over:
             with self._lock:
                 awaited = self._awaited
@@ -262,7 +262,7 @@ class Part:
                     edge, mask = self._entries[name]
                     if mask & begin and name in resent.names:
                         continue
-                    # Those whose targets are all done then. What others have in common with them leads to one of these.
+                    # Spent entries: all their targets are done then.
                     if not mask & left:
                         spent.append(name)
                     used.append((edge, self._gradients[name]))
@@ -274,7 +274,7 @@ class Part:
                     deliveries.setdefault(received.sender, {})[received.name] = gradient
             except BaseException as error:
                 say_where(error, self._node.engine.name)
-                if self._maker is not None:  # remembered with the pass, its frames would keep the gradients
+                if self._maker is not None:  # the pass remembers the error, whose frames would keep the gradients
                     used.clear()
                     complete.clear()
                     traceback.clear_frames(foreign.field(error, "__traceback__"))
@@ -295,9 +295,11 @@ class Part:
         retain: bool,
         arrivals: Sequence[Arrival],
     ) -> dict[int, Given]:
-        """Evaluate the targets of these bits: gradients for tensors that other workers have sent, by worker.
+        """Evaluate the targets of some bits.
 
-        begin: bits of those among them whose gradients `Resent` is to complete.
+        Returns the gradients for tensors of other workers, by worker.
+
+        begin: the bits whose gradients `Resent` will complete.
         """
         for arrival in arrivals:
             arrival.join()
@@ -326,10 +328,10 @@ class Part:
                     continue
                 deliveries.setdefault(target.sender, {})[target.name] = gradient
         for target, gradient, count in zip(targets, results, holders, strict=True):
-            # A leaf that was frozen since the graph was made gets none: its own node would not accumulate any either.
+            # A leaf that was frozen since gets none: its own node would not accumulate it, either.
             if gradient is not None and isinstance(target, Leaf) and target.tensor.requires_grad:
                 leaves.append((target, gradient.clone() if count > ALONE else unshared(gradient, taken)))
-        if self.over:  # it has failed or was given up meanwhile
+        if self.over:  # it has failed or was cancelled meanwhile
             return {}
         if leaves:
             self._accumulate(leaves)
@@ -346,7 +348,7 @@ class Part:
             leaves = [each for each in leaves if id(each[0].tensor) in left]
         hooked = [leaf for leaf, _ in leaves if leaf.prehooks or leaf.posthooks]
         if hooked:
-            with torch.no_grad():  # as in torch's engine: what hooks make of gradients has no graph of its own
+            with torch.no_grad():  # as in torch's engine: results of hooks have no graph
                 leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
             pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
         self._context.accumulate(pairs, partial(arrival_of, self._node, gradients), self._node.gradients.kept)
@@ -356,18 +358,18 @@ class Part:
                     leaf.after(gradient)
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """What the sink has kept, once it is at rest; nothing the second time."""
+        """The gradients that the sink has kept, once no thread runs; nothing the second time."""
         with self._lock:
             if self._running:  # the thread that runs comes here afterwards
                 return ()
             sink, self._sink = self._sink, None
         if sink is None:
             return ()
-        self._context.accumulate(())  # this thread's streams wait for what `take` has begun on devices
+        self._context.accumulate(())  # this thread's streams wait for work of `take` on devices
         return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, spent: Sequence[SentName], deliveries: dict[int, Given]) -> None:
-        """Some targets are done: their gradients go to the senders. spent: entries that lead to no other targets."""
+        """Some targets are done: send their gradients. spent: entries that lead to no other targets."""
         with self._lock:
             assert self._awaited is not None, "it runs"
             own = deliveries.pop(self._node.engine.id, None)
@@ -376,7 +378,7 @@ class Part:
                 self._awaited.came(own)
                 self._resent.came(own)
             self._left &= ~ready
-            self._gradients.update(dict.fromkeys(spent))  # not kept until the pass ends, which may be long
+            self._gradients.update(dict.fromkeys(spent))  # free them now: the pass may last long
             self._running = False
             self._for_root.update(deliveries.pop(self._root, {}))
             if self.held is not None:
@@ -393,11 +395,11 @@ class Part:
     def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
             if self._maker is None:
-                if (runs := self._runs) is not None:  # else the pass has ended
+                if (runs := self._runs) is not None:  # None: the pass has ended
                     runs.hand_on(worker_id, gradients)
                 return
-            said = (self._context.id, self._number, *to_wire(gradients))
-            call = ask(self._node, worker_id, take, *said, until=self._until)
+            given = (self._context.id, self._number, *to_wire(gradients))
+            call = ask(self._node, worker_id, take, *given, until=self._until)
         except BaseException as error:
             self.fail(error)
             return
@@ -413,7 +415,7 @@ class Part:
         self._finish()
 
     def _finish(self) -> None:
-        """Nothing more can be run now: say what has come out, or that all is done."""
+        """Nothing is ready now: send the results, or the end of the part."""
         if self.over:  # it failed meanwhile
             self._kept(failed=True)
             return
@@ -429,7 +431,7 @@ class Part:
                 gradients = [gradient for _, gradient in kept]
                 made = partial(arrival_of, self._node, gradients)
                 self._context.accumulate(kept, made, self._node.gradients.kept)
-            if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
+            if self._closing is not None and self._node.engine.on_loop:  # on an answer
                 self._node.engine.pool.submit(self._close, self._closing)
                 return
             if self._closing is not None:
@@ -439,7 +441,7 @@ class Part:
         self._tell()
 
     def _close(self, closing: Closing) -> None:
-        """Do what comes last, in a thread."""
+        """Do the last thing, in a thread."""
         if self.over:  # meanwhile
             return
         try:
@@ -452,12 +454,12 @@ class Part:
         self._tell()
 
     def _tell(self) -> None:
-        """Answer the open question, if there is anything to say; with the last answer the part is over."""
+        """Answer the open question, if there is anything to send; the last answer ends the part."""
         with self._lock:
             asked, last = self._question, self._ready_to_end
             if self._maker is not None and (asked is None or not (last or self._for_root)):
                 return
-            if self._ended and not last:  # the thread that has found that comes here
+            if self._ended and not last:  # the thread that set it comes here later
                 return
             self._question = None
             gradients, self._for_root = self._for_root, {}
@@ -469,7 +471,7 @@ class Part:
 
 
 def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = False) -> Arrival | None:
-    """What users of these wait for, if any are on a device. kept: it has them, and keeps them for who joins it."""
+    """The arrival of gradients, if any are on a device. kept: whether it keeps them for threads that join it."""
     if node.accelerators.accelerator is None:
         return None
     on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
@@ -482,9 +484,9 @@ def arrival_of(node: Node, gradients: Sequence[Tensor | None], *, kept: bool = F
 def ask(
     node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None, system: bool = False
 ) -> Future[Any]:
-    """Call a function of the runtime's on a worker, in no context.
+    """Call a handler of the runtime on a worker, outside of any context.
 
-    args: the id of the context is the first. until: on ``time.monotonic``'s clock, or None. system: as of `Peer.call`.
+    args: the first is the id of the context. until: on ``time.monotonic``'s clock, or None. system: as of `Peer.call`.
     """
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
@@ -502,7 +504,7 @@ def part_of(
     runs: RunsPass | None = None,
     maker: PeerForContexts | None = None,
 ) -> Part:
-    """The part of a pass, made by whichever of its messages comes first. runs, maker: as of `Part`.
+    """The part of a pass; its first message makes it. runs, maker: as of `Part`.
 
     Raises RpcError if the pass has ended; Overloaded.
     """
@@ -519,7 +521,7 @@ def part_of(
 
 
 class _Asked(NamedTuple):
-    """What a handler is asked about. peer: by which worker."""
+    """The context of a question. peer: the asking worker."""
 
     node: Node
     context: AutogradContext
@@ -527,10 +529,12 @@ class _Asked(NamedTuple):
 
 
 def _asked(context_id: int, number: int | None = None, name: SentName | None = None) -> _Asked:
-    """In a handler. RpcUsageError if that context is not open here, or its caller takes no part in it: both look alike.
+    """In a handler: check and find the context.
 
-    number: of a pass, which the caller says that it runs; RpcError if another worker does. name: of a tensor of this
-    worker, by which the caller shows that it takes part (`AutogradContext.takes_part`).
+    The same RpcUsageError if it is not open here, or the caller takes no part in it.
+
+    number: of a pass that the caller claims to run; RpcError if another worker does. name: of a tensor of this worker,
+    by which the caller shows that it takes part (`AutogradContext.takes_part`).
     """
     node, call = serving()
     context, caller = node.gradients.get(context_id), call.caller_id
@@ -551,13 +555,15 @@ def _first(packed: bytes) -> SentName | None:
     return names[0] if names else None
 
 
-# Ids of contexts and of passes, as they come.
+# Ids of contexts and of passes in messages.
 Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 @intrinsic
 def gather(context_id: Id, name: bytes) -> bytes:
-    """Handler: for each entry of this worker the tensors it leads to, a packed table. name: of an entry, packed."""
+    """Handler: for each entry of this worker the tensors that it leads to, as a packed table. name: of an entry,
+    packed.
+    """
     _, context, _ = _asked(context_id, None, _first(name))
     reach, entries, every = context.reach, [], 0
     for each, edge in list(context.sent.items()):
@@ -581,9 +587,9 @@ def plan(
     given: bytes,
     *gradients: Tensor,
 ) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. It is the first question.
+    """Handler: the first question: the entries that get gradients in a pass, with some gradients.
 
-    last: the reference to a `Closing` of this worker, packed; empty: nothing is to be done at the end.
+    last: a packed reference to a `Closing` of this worker, or empty.
     """
     wanted = unpack_names(names)
     node, context, peer = _asked(context_id, number, wanted[0] if wanted else None)
@@ -608,7 +614,7 @@ def plan(
 
 
 def _closing(node: Node, packed: bytes, until: float | None, asker: int) -> Closing:
-    """What is to be done at the end. NotAllowed if the worker that asks may not have it done."""
+    """The last thing to do. Raises NotAllowed if the asking worker may not run it."""
     seconds = None if until is None else max(0.0, until - time.monotonic())
     found = node.references.value(*unpack_reference(packed), asker).wait(seconds)
     if not isinstance(found, Closing):
@@ -627,7 +633,7 @@ def go_on(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> Futur
     node, context, peer = _asked(context_id, number)
     brought = brought_by(node, context, peer, given, gradients)
     part = context.parts.get(number)
-    if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
+    if part is None and number in context.passed:  # overtaken by a later question, or failed without one
         over: Future[Wire] = Future()
         over._settle(to_wire({}, MORE), context.passed[number][0])
         return over
@@ -663,7 +669,7 @@ def take(context_id: Id, number: Id, given: bytes, *gradients: Tensor) -> None:
 def abort(
     context_id: Id, number: Id, name: bytes, reason: Annotated[str, msgspec.Meta(max_length=LONGEST_REASON)]
 ) -> None:
-    """Handler: that pass has failed elsewhere. name: of a tensor of this worker that it goes through, packed."""
+    """Handler: a pass has failed elsewhere. name: of a tensor of this worker that it goes through, packed."""
     node, context, peer = _asked(context_id, number, _first(name))
     if number not in context.passed:
         part_of(node, context, number, maker=peer).fail(RpcError(f"the backward pass has failed: {reason}"))

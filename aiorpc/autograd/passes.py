@@ -4,7 +4,7 @@ A worker's part of the graph begins at entries: tensors that it has sent, and ro
 leaves, and tensors that it has received. A pass, run by the worker that has the roots:
 
     1.          from the roots, follow received tensors to their senders: which entries get a gradient in this pass.
-                What is behind a tensor came with it; where that was too much, GATHER asks for it
+                The names behind a tensor came with it; if they were too many, GATHER asks for them
     2.          run what can be run here
     3. PLAN     tell each of these workers its entries, with the gradients that there are by now; answered as soon as
                 gradients for entries of ours came out there, with these, or when its part is done
@@ -16,19 +16,18 @@ Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
-   A received tensor that was sent on as it came needs no engine for what comes back for it: that is added to what the
-   graph has given, which so need not wait for it (`resent.py`).
+   A received tensor that was sent on unchanged needs no engine for its gradient: that is added to the gradient of the
+   graph, which need not wait for it (`resent.py`).
 2. Entries that no root leads to are in no plan: no worker waits for a gradient that does not come.
 3. A failure (an exception, a lost worker, the deadline) ends the pass on all workers, and so does cancelling it.
    What was accumulated by then stays in the context.
 4. The engine never runs on a loop: it runs in the thread that waits for the pass, and in those of the pool.
 
-A node that entries with different targets have in common may run once for each of these runs, always with its whole
-gradient. That happens where a handler keeps a graph that a later call goes on with, and the gradient of what the one
-sent depends on that of the other; then a hook on the latter is called again, too.
+If a handler keeps a graph that a later call goes on with, entries with different targets may share a node. It may then
+run once for each of these runs, always with its whole gradient, and so does a hook on it.
 
-What torch describes as its "smart" mode, and has not built: torch.distributed.autograd counts all entries of a context,
-and waits for those that the loss does not use.
+This is what torch describes as its "smart" mode, and has not built: torch.distributed.autograd counts all entries of a
+context, and waits for entries that the loss does not use.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _ABORT_PATIENCE = 10.0
 
 
 def check_roots(roots: Sequence[Tensor]) -> list[GradientEdge]:
-    """The edges of the roots. RpcUsageError if one of them cannot be one, as torch says it."""
+    """The edges of the roots. Raises RpcUsageError, with torch's text, for an invalid root."""
     if not isinstance(roots, list | tuple) or not roots:
         raise RpcUsageError("No tensors provided for gradient computation: roots must be a list of tensors")
     for root in roots:
@@ -80,8 +79,8 @@ def check_roots(roots: Sequence[Tensor]) -> list[GradientEdge]:
 class Last(NamedTuple):
     """What workers do at the end of their parts: the steps of optimizers.
 
-    here: that of the worker that runs the pass. there: references to those of others, packed, by their ids. idle:
-    makes the error that the pass ends with if none of those that took part had anything to do.
+    here: at the worker that runs the pass. there: packed references to those of others, by worker. idle: makes the
+    error of the pass if no worker had anything to do.
     """
 
     here: Closing | None
@@ -90,7 +89,7 @@ class Last(NamedTuple):
 
 
 class _Table:
-    """What a worker has said of its entries (`gather`)."""
+    """A worker's answer to `gather`."""
 
     def __init__(self, packed: object) -> None:
         """Raises ProtocolError."""
@@ -102,7 +101,7 @@ class _Table:
         self._told = 0  # bits
 
     def behind(self, names: Iterable[SentName]) -> list[tuple[int, SentName]]:
-        """The tensors that these entries lead to and that were not told before, with their senders."""
+        """The tensors that some entries lead to, with their senders, without those that were returned before."""
         mask = 0
         for name in names:
             mask |= self._masks.get(name, 0)
@@ -111,7 +110,7 @@ class _Table:
 
 
 class Done(Future[None]):
-    """The outcome of a pass; to cancel it ends the pass. of: the pass, which lives no longer because of this."""
+    """The outcome of a pass. Cancelling it ends the pass. of: a weak reference to the pass."""
 
     of: weakref.ref[Pass]
 
@@ -133,7 +132,7 @@ class Pass:
         until: float | None,
         last: Last | None = None,
     ) -> None:
-        """last: what is done at the end, if anything. Raises RpcUsageError for roots that cannot be."""
+        """last: what workers do at the end, if anything. Raises RpcUsageError for invalid roots."""
         self.done: Done = Done()
         self.done.of = weakref.ref(self)
         self.done._subject = f"the backward pass of autograd context {context.id}"
@@ -151,8 +150,8 @@ class Pass:
         self._gradients = list(map(torch.ones_like, roots))
         self._arrival = arrival_of(node, self._gradients, kept=True)
         self._plans: dict[int, list[SentName]] = {}
-        self._open: dict[int, int] = {}  # how many questions each worker has not answered
-        self._answers = 0  # that are missing, of all of them
+        self._open: dict[int, int] = {}  # by worker: unanswered questions
+        self._answers = 0  # unanswered questions of all workers
         self._over: set[int] = set()  # workers whose parts are done
         self._calls: set[Future[Wire | bytes]] = set()  # questions whose answers were not used
         self._lock = Lock()
@@ -182,7 +181,7 @@ class Pass:
         self._open = dict.fromkeys(plans, 1)
         part.advance()
         held, part.held = part.held, None
-        if part.error is not None:  # failed, or cancelled; what ends it later finds the plans, and tells the others
+        if part.error is not None:  # failed or cancelled; `_end` finds the plans and tells the others
             return
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
         for worker_id, wanted in plans.items():
@@ -190,15 +189,15 @@ class Pass:
             at_end = b"" if last is None else last.there.get(worker_id, b"")
             self._ask(worker_id, plan, pack_names(wanted), self._retain, seconds, at_end, *given)
 
-    def _ask(self, worker_id: int, function: Any, *said: Any) -> None:
-        """A question that counts already."""
-        said = (self._context.id, self._number, *said)
-        call = ask(self._node, worker_id, function, *said, until=self._until)
+    def _ask(self, worker_id: int, function: Any, *args: Any) -> None:
+        """Send a question that is counted already."""
+        args = (self._context.id, self._number, *args)
+        call = ask(self._node, worker_id, function, *args, until=self._until)
         self._calls.add(call)
         call._when_settled(partial(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
-        """The entries of each worker that a gradient will come to."""
+        """The entries of each worker that will get a gradient."""
         found: set[tuple[int, int, int]] = set()
         for edge in roots:
             behind = self._context.behind(edge)
@@ -211,7 +210,7 @@ class Pass:
         return plans
 
     def _gather_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
-        """The same, by asking: a round trip for each hop of the graph of workers, however often tensors crossed it."""
+        """The same, by asking: one round trip for each hop of the graph of workers."""
         reach = self._context.reach
         tables: dict[int, _Table] = {}
         plans: dict[int, dict[SentName, None]] = {}
@@ -246,7 +245,7 @@ class Pass:
             self._do(partial(self._use, worker_id, call))
 
     def _worded(self, worker_id: int, error: BaseException) -> BaseException:
-        """The error of a question: where the time of the pass is up, of that, not of what was left for the question."""
+        """The error of a question; a timeout names the time of the whole pass."""
         if not isinstance(error, RpcTimeout) or self._until is None or time.monotonic() < self._until:
             return error
         name = self._node.peers.by_id(worker_id).name
@@ -260,20 +259,20 @@ class Pass:
         return late
 
     def _use(self, worker_id: int, call: Future[Wire | bytes]) -> None:
-        """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""
+        """Use an answer of a worker, which has results of its part. Not on a loop. A lone value comes by itself."""
         self._calls.remove(call)
         answer = call.value()
         packed, *gradients = answer if type(answer) is Wire else (answer,)
         brought = brought_by(self._node, self._context, self._node.peers.by_id(worker_id), packed, gradients)
-        said = brought.said
+        state = brought.state
         if gradients or brought.gradients:
             self._part.take_brought(brought)
             self._part.advance()
         with self._lock:
             self._open[worker_id] -= 1
-            if said != MORE:
+            if state != MORE:
                 self._over.add(worker_id)
-                self._closed |= self._last is not None and worker_id in self._last.there and said != NOT_CLOSED
+                self._closed |= self._last is not None and worker_id in self._last.there and state != NOT_CLOSED
             again = not self._open[worker_id] and worker_id not in self._over
             if again:
                 self._open[worker_id] = 1
@@ -285,7 +284,7 @@ class Pass:
             self._finish()
 
     def hand_on(self, worker_id: int, gradients: Gradients) -> None:
-        """See `RunsPass`: they go with the next question."""
+        """See `RunsPass`: the gradients go with the next question."""
         with self._lock:
             self._open[worker_id] += 1
             self._answers += 1
@@ -311,7 +310,7 @@ class Pass:
             self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
 
     def _end(self, error: BaseException) -> bool:
-        """It has failed: tell the others. False if it had ended before, with another outcome."""
+        """It has failed: tell the others. False if it had another outcome before."""
         if not self.done._settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
@@ -320,10 +319,10 @@ class Pass:
         return True
 
     def give_up(self) -> None:
-        """It was cancelled: end it here, and tell the others. Any thread, the loop's too."""
+        """It was cancelled: end it here, and tell the others. Any thread, also the loop's."""
         error = self.done.exception()
         assert error is not None, "it was cancelled"
-        # The part first: the thread that is about to send the plans looks at the part after it has made them.
+        # The part first: a thread that makes plans checks the part before it sends them.
         self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
         self._part.let_go()
         self._abort(error)
@@ -332,9 +331,9 @@ class Pass:
         reason = foreign.said(error)[:LONGEST_REASON]
         for worker_id, names in self._plans.items():
             try:
-                said = (self._context.id, self._number, pack_names(names[:1]), reason)
+                args = (self._context.id, self._number, pack_names(names[:1]), reason)
                 until = time.monotonic() + _ABORT_PATIENCE
-                call = ask(self._node, worker_id, abort, *said, until=until, system=True)
+                call = ask(self._node, worker_id, abort, *args, until=until, system=True)
             except RpcError:  # we leave
                 continue
             call._when_settled(lambda future: future._mark_seen())
@@ -342,7 +341,7 @@ class Pass:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _do(self, job: Callable[[], None]) -> None:
-        """Off the loop: in the thread that drives the pass, or in one of the pool."""
+        """Run a job in the thread that drives the pass, or in a thread of the pool."""
         if not self._driven:
             self._node.engine.pool.submit(self._guarded, job)
             return
@@ -361,7 +360,7 @@ class Pass:
             gate._settle(None)
 
     def drive(self) -> None:
-        """Start it, and do in this thread what there is to do until it has ended. Raises what it ended with."""
+        """Start the pass, and run its jobs in this thread until it has ended. Raises its error."""
         self._driven = True
         try:
             self.start()

@@ -1,8 +1,7 @@
-"""What workers say to each other of contexts and backward passes: plain values of calls, and how they are read.
+"""The values of calls between workers about contexts and backward passes: writing and reading them.
 
-Gradients travel as dense tensors, those of sparse ones as their parts. `Given` says which tensors belong to what, and
-is read from its declaration: nothing is built of a message that does not fit. Everything here raises ProtocolError for
-what cannot be, and shows nothing of it.
+Gradients travel as dense tensors; sparse ones as their parts. `Given` tells which tensors belong to which gradient.
+Reading raises ProtocolError for a message that does not fit its declaration, without showing its content.
 """
 
 from __future__ import annotations
@@ -22,20 +21,23 @@ from ..runtime.gradients.reach import SentName
 
 Tensor = torch.Tensor
 Gradients = Mapping[SentName, Tensor | None]
-# A packed `Given`, and then the tensors that it tells of.
+# A packed `Given`, followed by its tensors.
 Wire = Results
-# What an answer says of the part. LAST: that was all, and the part is done.
-LAST, MORE, NOT_CLOSED = range(3)  # MORE: others will follow; NOT_CLOSED: LAST, and there was nothing to do at the end
-# In this order they have numbers on the wire.
+# The state of the part in an answer. LAST: the part is done. MORE: more gradients will follow. NOT_CLOSED: as LAST, and
+# there was nothing to do at the end.
+LAST, MORE, NOT_CLOSED = range(3)
+# The order gives the numbers on the wire.
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _LAYOUTS = (torch.sparse_coo, *_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Sparse(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A sparse gradient. Its parts are, of COO, indices and values, and of others two lists of indices and values.
+    """A sparse gradient.
 
-    at: which of the gradients it is. layout: number in `_LAYOUTS`. coalesced: of COO.
+    Its parts are indices and values (COO), or two lists of indices and values (the others).
+
+    at: its place among the gradients. layout: number in `_LAYOUTS`. coalesced: for COO.
     """
 
     at: _Number
@@ -45,24 +47,21 @@ class Sparse(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 class Given(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What a message with gradients says of them: message and place of each, one after the other.
-
-    said: of an answer, see `MORE`. absent: which of the gradients are None, and have no tensor. sparse: which of them
-    are.
+    """The gradients of a message. names: message and place of each, one after the other. state: of an answer, see
+    `MORE`. absent: places of gradients that are None and have no tensor. sparse: the sparse gradients.
     """
 
     names: list[_Number]
-    said: Annotated[int, msgspec.Meta(ge=0, le=NOT_CLOSED)] = LAST
+    state: Annotated[int, msgspec.Meta(ge=0, le=NOT_CLOSED)] = LAST
     absent: list[_Number] = []
     sparse: list[Sparse] = []
 
 
 class EntryTable(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What a worker has sent in a context, and where the gradients of that go on to.
+    """A worker's entries in a context, and the tensors that they lead to.
 
-    received: the tensors that it has received and that its entries lead to, as bit, worker, message and place. entries:
-    message and place of each, and the bits of those. Where each leads to all that came before it, to name them for each
-    would be too much.
+    received: the received tensors, as bit, worker, message and place. entries: message and place of each, and its bits:
+    naming all received tensors for each entry would be too long.
     """
 
     received: list[tuple[_Number, _Number, _Number, _Number]]
@@ -76,8 +75,8 @@ _read_numbers = msgspec.msgpack.Decoder(list[_Number]).decode
 _read_reference = msgspec.msgpack.Decoder(tuple[int, int, int]).decode
 
 
-def to_wire(gradients: Gradients, said: int = LAST) -> Wire:
-    """Values side by side, for a call or an answer. said: of an answer, see `MORE`."""
+def to_wire(gradients: Gradients, state: int = LAST) -> Wire:
+    """The values of a call or an answer with gradients. state: of an answer, see `MORE`."""
     tensors: list[Tensor] = []
     absent, sparse = [], []
     for at, gradient in enumerate(gradients.values()):
@@ -87,15 +86,16 @@ def to_wire(gradients: Gradients, said: int = LAST) -> Wire:
             tensors.append(_plain(gradient))
         else:
             sparse.append(_taken_apart(at, gradient, tensors))
-    if len({*map(id, tensors)}) < len(tensors):  # the same one twice, as of a sum: else it would go as one, by pickle
+    if len({*map(id, tensors)}) < len(tensors):  # one tensor twice would go by pickle
         tensors = [each.detach() for each in tensors]
     names = list(itertools.chain.from_iterable(gradients))
-    return Results((_encode(Given(names, said, absent, sparse)), *tensors))
+    return Results((_encode(Given(names, state, absent, sparse)), *tensors))
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """As it can be sent. Of a short gradient that was expanded, as that of a sum is, a dense copy: strides cost more
-    than its elements."""
+    """A gradient in the form for sending. A short expanded gradient (of a sum) becomes a dense copy: strides cost more
+    than elements.
+    """
     if type(gradient) is not Tensor or gradient.requires_grad:
         gradient = gradient.detach().as_subclass(Tensor)
     if gradient.is_cpu and not gradient.is_contiguous() and gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride():
@@ -118,7 +118,7 @@ def _taken_apart(at: int, gradient: Tensor, tensors: list[Tensor]) -> Sparse:
 
 
 def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName, Tensor | None], int]:
-    """What `to_wire` was given. tensors: behind what it has packed. Whose they are is not known yet."""
+    """The gradients and the state from `to_wire`. tensors: the values after the packed one, not checked yet."""
     given: Given = _read(_read_given, packed)
     names = _paired(given.names)
     for each in tensors:
@@ -127,7 +127,7 @@ def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName,
     if not (given.absent or given.sparse):
         if len(names) != len(tensors):
             raise ProtocolError(f"{len(names)} gradients came with {len(tensors)} tensors")
-        return dict(zip(names, tensors, strict=True)), given.said  # type: ignore[arg-type]  # looked at above
+        return dict(zip(names, tensors, strict=True)), given.state  # type: ignore[arg-type]  # looked at above
     absent, sparse = set(given.absent), {each.at: each for each in given.sparse}
     rest: Any = iter(tensors)
     gradients: dict[SentName, Tensor | None] = {}
@@ -139,13 +139,13 @@ def from_wire(packed: object, tensors: Sequence[object]) -> tuple[dict[SentName,
         raise ProtocolError("a sparse gradient came in parts that do not fit") from None
     if next(rest, None) is not None:
         raise ProtocolError(f"{len(names)} gradients came with too many tensors")
-    return gradients, given.said
+    return gradients, given.state
 
 
 def _put_together(form: Sparse, parts: Any) -> Tensor:
-    """torch looks whether all indices are below the size, and what else each layout asks for.
+    """A sparse gradient from its parts. torch checks the indices and the other rules of the layout.
 
-    What says where the values are is copied first: the memory in which it arrives may be shared with its sender.
+    Indices are copied first, because their memory may be shared with the sender.
     """
     layout = _LAYOUTS[form.layout]
     with torch.no_grad():
@@ -164,7 +164,7 @@ def pack_names(names: Collection[SentName]) -> bytes:
 
 
 def unpack_names(packed: object) -> list[SentName]:
-    """What `pack_names` was given."""
+    """The names from `pack_names`."""
     return _paired(_read(_read_numbers, packed))
 
 
@@ -175,12 +175,12 @@ def _paired(numbers: list[int]) -> list[SentName]:
 
 
 def pack_table(received: list[tuple[int, int, int, int]], entries: list[tuple[int, int, bytes]]) -> bytes:
-    """What `gather` answers."""
+    """The answer of `gather`."""
     return _encode(EntryTable(received, entries))
 
 
 def unpack_table(packed: object) -> EntryTable:
-    """What `pack_table` was given."""
+    """The table from `pack_table`."""
     table: EntryTable = _read(_read_table, packed)
     return table
 
@@ -191,7 +191,7 @@ def pack_ids(ids: Collection[int]) -> bytes:
 
 
 def unpack_ids(packed: object) -> list[int]:
-    """What `pack_ids` was given."""
+    """The ids from `pack_ids`."""
     ids: list[int] = _read(_read_numbers, packed)
     return ids
 
@@ -202,7 +202,7 @@ def pack_reference(rref: ReferenceId) -> bytes:
 
 
 def unpack_reference(packed: object) -> ReferenceId:
-    """What `pack_reference` was given."""
+    """The reference from `pack_reference`."""
     return ReferenceId(*_read(_read_reference, packed))
 
 

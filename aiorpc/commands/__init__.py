@@ -1,1 +1,1 @@
-"""What ``python -m aiorpc`` can do, a module for each command."""
+"""The commands of ``python -m aiorpc``, one module each."""

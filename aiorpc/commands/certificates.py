@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make them, and say where they are; 1 if that cannot be done."""
+    """Make the certificates, and print their paths. Returns 1 on a failure."""
     try:
         made = make(options.directory, options.names, days=options.days)
     except (RpcUsageError, OSError) as error:
@@ -53,9 +53,9 @@ def make(
 ) -> list[Path]:
     """A certificate with its key for each name, and the authority if it is not there yet: the certificates' paths.
 
-    start: when they begin to be good; an hour ago if None. Certificates that are there are replaced. RpcUsageError, and
-    nothing is written, if a name makes no file name or no certificate, if two names make the same file, or if the days
-    are none, or more than the authority that is there has left. OSError if files cannot be written.
+    start: the beginning of their validity; an hour ago if None. Replaces existing certificates. RpcUsageError, with
+    nothing written, for a name that is no valid file name or DNS name, for two names of the same file, and for invalid
+    days or more than the existing authority has left. OSError if files cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     begin = start or datetime.datetime.now(datetime.UTC) - _PAST
@@ -74,7 +74,7 @@ def make(
 
 
 def _after(begin: datetime.datetime, days: float) -> datetime.datetime:
-    """When certificates end that are good for so many days. RpcUsageError if there is no such date."""
+    """The end of validity after some days. RpcUsageError if there is no such date."""
     if not days > 0:
         raise RpcUsageError(f"certificates have to be good for some days, and not for {days}")
     try:
@@ -144,7 +144,7 @@ def _authority(
             )
         return certificate, held
     key = _new_key()
-    # Twice as long, so that others can be made for a while, and for as many days.
+    # Twice as long: further certificates can be made for a while, with as many days.
     last = _after(end, (end - begin) / datetime.timedelta(days=1))
     certificate = _signed("aiorpc test authority", key, None, key, begin, last)
     _write(key_path, _private(key), 0o600)
@@ -211,7 +211,7 @@ def _public(certificate: x509.Certificate) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """As a whole or not at all: workers may look at it at any time."""
+    """Write a file as a whole or not at all: workers may read it at any time."""
     unready = path.with_name(path.name + ".new")
     unready.unlink(missing_ok=True)
     descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal comes; 1 if the address cannot be had."""
-    # Not a threading.Event, whose lock the thread may hold that the handler interrupts: it would wait for itself.
+    """Serve until a signal comes. Returns 1 if the address cannot be bound."""
+    # Not a threading.Event: the handler may interrupt a thread that holds its lock.
     ended = os.eventfd(0, os.EFD_CLOEXEC)
     handler = partial(_write_on_signal, ended)
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}

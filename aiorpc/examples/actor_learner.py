@@ -4,11 +4,11 @@
     python -m aiorpc.examples.actor_learner --actors 4 --picture al.png
     python -m aiorpc.examples.actor_learner --chaos                  # kills an actor now and then
 
-The learner publishes its weights after every update. Actors play with the newest ones that have come, and put what they
-have seen into a queue, which makes them wait when the learner does not keep up. Nobody waits for anybody else: so what
-is learned from was played with weights that are some updates old, which the learner's algorithm (PPO) corrects for. An
-actor that dies takes nothing along but what it was just playing. Another process takes its name, reads the newest
-weights, and goes on.
+The learner publishes its weights after every update. Actors play with the newest weights that have come, and put their
+experience into a queue, which makes them wait when the learner does not keep up. No process waits for another one
+otherwise: so the experience was played with weights that are some updates old, which the learner's algorithm (PPO)
+corrects for. An actor that dies loses only its present games. Another process takes its name, reads the newest weights,
+and goes on.
 
 With `--chaos` an actor is killed every few seconds. CartPole counts as solved when the last hundred games were worth
 475 on average, of 500.
@@ -50,10 +50,10 @@ TELL, KILL, LOOK = 1.0, 5.0, 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be chosen for a run. seed: of all generators, in all processes. show: print progress.
+    """The settings of a run. seed: of all generators, in all processes. show: print progress.
 
     games, steps: an actor plays so many games side by side, and puts so many steps of each into the queue at a time.
-    batch: of these make an update. updates: at most. chaos: seconds between two kills; 0: nobody is killed.
+    batch: the number of such items in an update. updates: at most. chaos: seconds between two kills; 0: no kills.
     """
 
     actors: int = 3
@@ -136,7 +136,7 @@ class Actors:
             self._start(name)
 
     def check(self) -> None:
-        """Raise WorkerFailed if an actor has ended that nobody has killed."""
+        """Raise WorkerFailed if an actor has ended without being killed."""
         for name, process in self._processes.items():
             if process.exitcode:
                 raise WorkerFailed(f"{name} (pid {process.pid}) {how_it_ended(process.exitcode)}", [name])
@@ -260,7 +260,7 @@ async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Recor
 
 
 async def tend(settings: Settings, actors: Actors, record: Record) -> None:
-    """Look after the actors. If that is wanted, kill one every few seconds, and have another one take its name."""
+    """Watch the actors. With chaos, kill one every few seconds, and start another one of its name."""
     names, due = random.Random(settings.seed), record.now() + settings.chaos
     while True:
         await asyncio.sleep(LOOK)
@@ -274,7 +274,7 @@ async def tend(settings: Settings, actors: Actors, record: Record) -> None:
 def run(settings: Settings) -> dict[str, object]:
     """Train once and return the result as plain data.
 
-    Raises: WorkerFailed when an actor ended that nobody has killed, or the run was not done in ``settings.timeout``
+    Raises: WorkerFailed when an actor ended without being killed, or the run was not done in ``settings.timeout``
     seconds.
     """
     torch.set_num_threads(1)

@@ -5,8 +5,8 @@
     python -m aiorpc.examples.batch_ps --no-batch           # a step for each trainer's gradients alone
     torchrun --standalone --nproc-per-node 4 -m aiorpc.examples.batch_ps
 
-The images are made up (a pattern for each of 30 classes, under noise), so that nothing has to be downloaded and the
-loss has something to fall on. With the same seed and batches, a run gives the same losses again.
+The images are synthetic (a pattern for each of 30 classes, under noise): nothing has to be downloaded, and the loss can
+fall. With the same seed and batches, a run gives the same losses again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m aiorpc.examples.comeback --steps 20 --kill-at 10
 
-Two workers in a group of fixed size: this process trains, and has a second one run the server, started again whenever
-it ends before its time, as a supervisor would. What is kept is what stands in the checkpoint. What is done anew: the
-new process joins with the arguments of the old one, and the trainer makes its reference anew, as the old one is lost.
+Two workers in a group of fixed size: this process trains, and starts a second one that runs the server; like a
+supervisor it starts the server again if it ends early. The checkpoint is kept. The new process joins with the arguments
+of the old one, and the trainer makes a new reference, because the old one is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGET = torch.tensor([1.0, -2.0, 3.0])
 
 
 class Server:
-    """The parameter, and how many steps are in it. It is saved after each step, so that a new process can go on."""
+    """The parameter, and its number of steps. It is saved after each step: a new process can go on."""
 
     step: int
     weight: torch.Tensor
@@ -51,7 +51,7 @@ class Server:
         self.weight, self.step = self.weight - RATE * gradient, step
         draft = self._path.with_suffix(".new")
         torch.save((self.weight, self.step), draft)
-        draft.rename(self._path)  # so that a process that is killed leaves the old one or the new one
+        draft.rename(self._path)  # a killed process leaves the old file or the new one
 
 
 async def serve(meet: str) -> None:
@@ -98,7 +98,7 @@ async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -
 
 
 async def main(steps: int, kill_at: int) -> None:
-    """Train, beside a server that is looked after."""
+    """Train, with a supervised server."""
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{folder}/meet"
         supervisor = asyncio.create_task(supervise(meet))

@@ -66,7 +66,7 @@ class Shard(torch.nn.Module):
     def __init__(self, number: int, settings: Settings, device: str, staged: bool) -> None:
         super().__init__()
         self.linear: torch.nn.Module = torch.nn.utils.skip_init(torch.nn.Linear, settings.size, settings.size)
-        # The same layer in whatever process it is made, whatever other threads draw meanwhile.
+        # The same layer in any process, even if other threads draw random numbers meanwhile.
         drawn = torch.Generator().manual_seed(settings.seed + number)
         bound = settings.size**-0.5
         for parameter in self.linear.parameters():

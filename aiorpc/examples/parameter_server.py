@@ -8,12 +8,10 @@ This is the program of PyTorch's tutorial "Implementing a Parameter Server Using
 (https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html): the server has the model, a small
 convolutional network. A trainer sends it pictures and gets scores; its loss goes back through that call
 (`autograd.backward`), and its `DistributedOptimizer` makes the server update the parameters. Each trainer's steps have
-autograd contexts of their own, so their gradients never mix. Nobody waits for anybody: compare ``batch_ps``, where one
-step takes the gradients of all trainers.
-
-The pictures are made up (digits of 5 x 7 points, moved about, under noise), so that nothing has to be downloaded. How
-well the server does is told on pictures that no trainer sees. In which order the trainers' steps come is up to the
-machine, so two runs are alike, but not the same.
+autograd contexts of their own, so their gradients never mix. No trainer waits for another: compare ``batch_ps``, where
+one step takes the gradients of all trainers. The pictures are synthetic (digits of 5 x 7 points, moved about, under
+noise): nothing has to be downloaded. Accuracy is measured on pictures that no trainer sees. The order of the trainers'
+steps depends on the machine, so two runs are similar, but not equal.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ GLYPHS = (
 )
 #: Standard deviation of the noise; a point is 1, the paper 0.
 NOISE = 0.2
-#: Pictures that accuracy is told on, and the reader that they are for.
+#: Pictures for measuring accuracy, and their reader.
 HELD_OUT, NOBODY = 500, -1
 
 
@@ -121,7 +119,7 @@ def network() -> nn.Sequential:
 class ParameterServer:
     """Has the model. Handlers run in several threads at once.
 
-    trainers: how many there are. progress: is told of each look at the accuracy.
+    trainers: their number. progress: gets each measurement of accuracy.
     """
 
     def __init__(self, trainers: int, settings: Settings, progress: Steps) -> None:
@@ -216,7 +214,7 @@ def run_server(place: Place, settings: Settings) -> dict[str, object]:
 
 
 def role(place: Place, settings: Settings) -> dict[str, object] | None:
-    """One process of the run: rank 0 is the server, the others work as it tells them."""
+    """One process of the run: rank 0 is the server and directs the others."""
     rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)
     result = run_server(place, settings) if place.rank == 0 else None
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""A model in two stages on two workers, with batches cut into micro-batches, so that both stages compute at once.
+"""A model in two stages on two workers, with batches cut into micro-batches: both stages compute at once.
 
     python -m aiorpc.examples.pipeline                      # 1, 2, 4 and 8 micro-batches, one after the other
     python -m aiorpc.examples.pipeline --micro 1 4 --num-steps 30 --picture pipeline.png
@@ -80,7 +80,7 @@ class Stage:
         outputs = NUM_CLASSES if number else settings.width
         widths = [inputs, *[settings.width] * (settings.depth - 1), outputs]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed + number)  # the same layers in whatever process they are made
+            torch.manual_seed(settings.seed + number)  # the same layers in any process
             layers = [linear(before, after) for before, after in itertools.pairwise(widths)]
         # No ReLU behind the last layer of all, whose results are scores.
         activated = [layer for each in layers for layer in (each, nn.ReLU())]
@@ -135,7 +135,7 @@ class Pipeline:
         """Forward and backward of one micro-batch: adds its gradients to the context. whole: size of the batch."""
         hidden = self.first.remote().forward(pictures)
         scores = await self.second.rpc_async().forward(hidden)
-        # Small enough for the loop. Divided by the whole batch, so that the parts add up to the mean over it.
+        # Small enough for the loop. Divided by the whole batch: the parts add up to its mean.
         loss = nn.functional.cross_entropy(scores, labels, reduction="sum") / whole
         await ctx.backward([loss])
         return loss.item()

@@ -11,9 +11,9 @@ before it and another the decoder behind it. A training step is an autograd cont
 pass, one backward pass over all three workers, one step of `DistributedOptimizer`, which updates each parameter where
 it lives. Gradients and the state of Adam never leave their worker.
 
-It reads letters, not words, so that the first page of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, public
-domain; it comes with the package) is enough to learn from. Perplexity is over what it learns from: from how many
-letters, as it were, it still has to guess the next one. With the same seed a run gives the same losses again.
+It reads letters, not words: the first page of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865, public domain;
+it comes with the package) is enough to learn from. Perplexity is measured on this text: the number of letters among
+which the model effectively guesses the next one. With the same seed a run gives the same losses again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ State = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be chosen for a run. text: a file, "": the one that comes with the package.
+    """The settings of a run. text: a file; "": the text of the package.
 
     length: letters that gradients go back through. batch: places in the text that are read side by side. embedding,
     hidden: width of a letter's vector, and of the LSTM. sample: letters that the model writes when it has learned.

@@ -1,10 +1,11 @@
 """The calls that one handle of a queue makes: to the owner of the queue, and to the producers that keep items of it.
 
 The calls that put and take items have no deadline and are never cancelled once they were sent: an answer that brings
-items must not be dropped. When no Future waits for such a call any more, the owner is asked to end it (`withdraw`). If
-the owner has not joined yet, the call was not sent and is taken back: else a worker that leaves would wait for it.
+items must not be dropped. When no Future waits for such a call any more, the handle asks the owner to end it
+(`withdraw`). If the owner has not joined yet, the call was not sent and is taken back; otherwise a worker that leaves
+would wait for it.
 
-All of it is on the loop of the worker, except where a method says otherwise.
+All of it runs on the worker's loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from .items import Named
 from .packing import hand_over
 from .waiting import Request, State
 
-_PAUSE = 0.1  # seconds until the owner is told again what it did not take
+_PAUSE = 0.1  # seconds until `tell` calls an overloaded owner again
 
 #: Takes the value of a call, or its error. The current streams of the loop have waited for the value.
 Then = Callable[[Any, BaseException | None], None]
 
 
 class Calls:
-    """See the module. peer: the owner, when it was last asked for room or for items; None before that."""
+    """The calls of one handle. peer: the owner as of the last request for room or items; None before the first."""
 
     def __init__(self, node: Node, queue: str, owner: str) -> None:
         self.peer: Peer | None = None
         self._node = node
         self._queue = queue
         self._owner = owner
-        self._context = contextvars.Context()  # no call and no context of autograd: each item is put in another one
+        self._context = contextvars.Context()  # outside of any served call and any context of autograd
 
     def begin(self, request: Request, method: str, waits: bool, args: Sequence[Any], then: Then) -> None:
-        """Call a method of the queue that puts or takes items, for as long as that takes.
+        """Call a method of the queue that puts or takes items, without a deadline.
 
         waits: whether it waits at the owner until it is withdrawn.
         """
@@ -56,8 +57,8 @@ class Calls:
 
         def call() -> Future[Any]:
             peer = request.peer = self.peer = self._node.peers.find(self._owner)
-            said = (waits, request.number if waits else 0, *args)
-            request.call = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, options=self._options(None))
+            sent = (waits, request.number if waits else 0, *args)
+            request.call = peer.call(ObjectMethod(self._queue, method), sent, None, 0.0, options=self._options(None))
             return request.call
 
         def ended(value: Any, error: BaseException | None) -> None:
@@ -67,7 +68,7 @@ class Calls:
         self._begin(call, ended)
 
     def end(self, request: Request) -> bool:
-        """No Future waits for that request. True if it was not sent and is over; then its `then` is not called."""
+        """End a request that no Future waits for. True if it was never sent; then its `then` is not called."""
         call, peer = request.call, request.peer
         if request.state is not State.UNDER_WAY or call is None or peer is None or call.done():
             return False  # it is over, or its answer is there
@@ -88,7 +89,7 @@ class Calls:
         return RewordedFuture(self._call(method, args, timeout, site)[1], self._advised)
 
     def join(self, timeout: float, site: CallSite, words: Callable[[Peer], Words]) -> Future[Any]:
-        """As `ask`, for a `join`. words: gives the words for its errors, for the owner as a peer."""
+        """As `ask`, for a `join`. words: makes the translation of the call's errors, given the owner's peer."""
         peer, call = self._call("join_items", (), timeout, site)
         call.parked = True
         late = words(peer)
@@ -99,11 +100,11 @@ class Calls:
         return peer, peer.call(ObjectMethod(self._queue, method), args, None, timeout, options=self._options(site))
 
     def _options(self, site: CallSite | None) -> CallOptions:
-        """site: where the call was made; None for one that puts and takes for several callers."""
+        """site: where the call was made; None for a call that puts or takes for several callers."""
         return CallOptions(site=site, begun=site is None, part_of=("queue", self._queue))
 
     def knows_owner(self) -> bool:
-        """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""
+        """Whether the owner has a record here. Also true if the group cannot have such a worker: a call then fails."""
         try:
             return self._node.peers.find(self._owner).record is not None
         except RpcError:
@@ -112,7 +113,7 @@ class Calls:
     def tell(self, method: str, *args: object) -> None:
         """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
 
-        An owner that takes no further calls now is told again: else items would be lost.
+        An overloaded owner gets the call again after a pause; otherwise items would be lost.
         """
 
         def call() -> Future[Any]:
@@ -129,7 +130,7 @@ class Calls:
         self._begin(call, told)
 
     def fetch(self, worker: int, named: Sequence[Named], then: Then) -> None:
-        """Have items that the worker of that id keeps."""
+        """Fetch items from the worker that keeps them. worker: its id."""
 
         def call() -> Future[Any]:
             peer = self._node.peers.by_id(worker)
@@ -142,7 +143,7 @@ class Calls:
         try:
             future = self._context.run(call)
         except Exception as error:
-            # Its frames lead to the Futures that wait, and these to the error: nothing would ever free what they have.
+            # Its frames refer to the waiting Futures, and these to the error: a cycle that nothing would free.
             failure = error.with_traceback(None) if isinstance(error, UnknownWorker) else without_frames(error)
             if self._node.engine.closed:  # the loop may stop soon
                 then(None, failure)
@@ -152,9 +153,9 @@ class Calls:
         future._when_settled(partial(self._ended, then))
 
     def _ended(self, then: Then, future: Future[Any]) -> None:
-        """A call has ended: have its end dealt with on the loop. Any thread."""
+        """Pass the outcome of a call to `then`, on the loop. Any thread."""
         future._mark_seen()
-        # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
+        # Not raised: the error may belong to a peer, which outlives this call, and a traceback would keep these frames.
         value, error, arrival = future._value, self._advised(future._error), future._arrival
         if self._node.engine.loop.is_closed():
             return

@@ -1,13 +1,13 @@
-"""One worker's side of a queue: what it puts and gets there, gathered into few requests.
+"""One worker's side of a queue: its puts and gets, gathered into few requests.
 
-A handle has at most one request under way that puts items and waits for room, and one that takes items and waits for
-some. What is put or wanted meanwhile goes together in the next one. Requests have no deadline (`calls`); the Futures
-have one each (`waiting`). A request that no Future waits for ends, and items that come all the same are put back.
+A handle has at most one request under way to put items, and one to take items. Items put or wanted meanwhile go
+together in the next request. Requests have no deadline (`calls`); each Future has its own (`waiting`). A request that
+no Future waits for ends; items that still arrive are put back.
 
-No reference can be written for an owner that has not joined yet. So before items that stay here are put, a request
-without items asks whether the queue is there: it waits for the owner, and fails, as a put of small items does.
+No reference can be written for an owner that has not joined yet. So before a put of items that stay here, a request
+without items (a probe) waits for the owner.
 
-All of it is on the loop of the worker, except where a method says otherwise.
+All of it runs on the worker's loop, except where a method says otherwise.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ R = TypeVar("R")
 
 _ITEMS_AT_ONCE = 256
 _NO_ITEMS = declared.pack([])
-# The first try of a producer that failed with one of these may be followed by a try that succeeds: the item goes back.
+# After one of these errors of a producer a later try may succeed: the item goes back into the queue.
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
-# With these the producer is gone, and the items that it kept. Other errors say of an item that it cannot be had.
+# After one of these the producer is gone with the items that it kept. Other errors concern one item alone.
 _GONE = (PeerLost, PeerLeft, PeerRefused, UnknownWorker)
 # After one of these no put reaches the owner of the queue.
 _AWAY = (*_GONE, RendezvousError)
 
 
 class _Fetching(NamedTuple):
-    """Items on their way to a `get`. left: how many calls to each producer are under way, by its id.
+    """Items on their way to a `get`. left: number of calls under way to each producer, by its id.
 
-    fetched: what has come of each item that its producer keeps: whether it is packed, and the item; or an error.
+    fetched: for each item that a producer keeps, whether it is packed and its content; or an error.
     """
 
     get: GetFuture
@@ -116,11 +116,11 @@ class Client:
         self._calls = Calls(node, name, owner)
         self._numbers = secrets.randbits(42) << 20  # other handles of this worker have others
         self._puts: deque[PutFuture] = deque()
-        self._put: Request | None = None  # the one that puts, and waits for room
-        self._probing: set[Request] = set()  # those that ask whether the owner is there
+        self._put: Request | None = None  # puts, and waits for room
+        self._probing: set[Request] = set()  # probes: puts that first wait for the owner
         self._most = _ITEMS_AT_ONCE  # items in the next request that puts
         self._gets: deque[GetFuture] = deque()
-        self._get: Request | None = None  # the one that takes items, and waits for them
+        self._get: Request | None = None  # takes items, and waits for them
         self.waits: set[PutFuture | GetFuture] = set()  # Futures that have begun and have not settled
         self._lost: deque[ItemLost] = deque()  # for the next gets
         self._scheduled = False
@@ -158,15 +158,16 @@ class Client:
         return GetFuture(self, 1, False, partial(self._get_now, timeout))
 
     def ask(self, method: str, *args: object, timeout: float | None = None, depth: int = 2) -> Future[object]:
-        """A call of a method of the queue. timeout: seconds, None for the worker's own. depth: how many stack frames up
-        the user's code is."""
+        """Call a method of the queue. timeout: seconds, None for the worker's own. depth: how many stack frames up the
+        user's code is.
+        """
         seconds = self.node.engine.default_timeout if timeout is None else timeout
         return self._calls.ask(method, args, seconds, call_site(sys._getframe(depth)))
 
     def join(self, timeout: float, unfinished: Callable[[], int | None]) -> Future[None]:
-        """Wait until all items are finished, for so many seconds, 0 for no limit.
+        """Wait until all items are finished. timeout: seconds, 0 for no limit.
 
-        unfinished: how many are not, where this worker can see that; None where it cannot.
+        unfinished: returns how many are not finished; None if this worker cannot see that.
         """
 
         def words(owner: Peer) -> Words:
@@ -200,18 +201,18 @@ class Client:
             raise SerializationError(f"an item for {self.describe()} {error}") from error.__cause__
         if type(packed) is not KeptItem or packed.size < KEPT_BYTES:
             return packed
-        (item,) = self._kept([packed])  # alone; and here, as tensors in it are on this thread's streams
+        (item,) = self._kept([packed])  # in this thread, because tensors in it are on its streams
         return item
 
     def _may_be_read_by_others(self) -> bool:
-        """Whether a worker that runs another main module may get an item. To a free group one may come at any time."""
+        """Whether a worker that runs another main module may get an item. In a free group one may join at any time."""
         main = self.node.engine.record.main
         return self.node.rendezvous.dynamic or any(record.main != main for record in self.node.group.live())
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float, waiting: PutFuture | GetFuture) -> None:
-        if waiting.done():  # given up before it has begun
+        if waiting.done():  # given up before it began
             return
         if isinstance(waiting, PutFuture):
             self._puts.append(waiting)
@@ -221,7 +222,7 @@ class Client:
         else:
             self._gets.append(waiting)
         self._start_timer(waiting, timeout)
-        if not self._scheduled:  # what comes in this turn of the loop goes together
+        if not self._scheduled:  # items of this turn of the loop go together
             self._scheduled = True
             self.node.engine.loop.call_soon(self._send)
 
@@ -257,7 +258,7 @@ class Client:
         return request
 
     def _put_items(self, request: Request, wait: bool, then: Callable[[Request, Put | BaseException], None]) -> None:
-        """Put the items of a request, once the owner is there. then: gets its reply, or its error."""
+        """Put the items of a request once the owner has joined. then: takes the reply, or the error."""
 
         def on_there(answer: object, error: BaseException | None) -> None:
             self._probing.discard(request)
@@ -270,7 +271,7 @@ class Client:
         def send() -> None:
             puts = cast(Sequence[PutFuture], request.futures)
             self._refer_to(puts)
-            # Those that were given up meanwhile have no item any more.
+            # Futures that were given up meanwhile have no item any more.
             items, references = to_wire([put.item for put in puts if not put.done()])
             self._calls.begin(request, "put_items", wait, (declared.pack(items), *references), on_put)
 
@@ -281,7 +282,7 @@ class Client:
             then(request, put)
 
         kept = any(type(put.item) is KeptItem for put in cast(Sequence[PutFuture], request.futures))
-        # All others ask as well, as long as one does: they keep their order.
+        # While one put probes, all probe: they keep their order.
         if self._probing or (kept and not self._calls.knows_owner()):
             self._probing.add(request)
             self._calls.begin(request, "put_items", False, (_NO_ITEMS,), on_there)
@@ -289,16 +290,16 @@ class Client:
             send()
 
     def _read(self, decoder: Decoder[R], answer: Any, error: BaseException | None) -> R | BaseException:
-        """The reply of the owner; or the error, or a ProtocolError for an answer that is no such reply."""
+        """The owner's reply; or the error of the call; or a ProtocolError if the answer is not a reply."""
         if error is not None:
             return error
         try:
             return decoder.decode(answer)
         except (MsgspecError, TypeError, ValueError, RecursionError):
-            return ProtocolError(f"{self.describe()} has answered with what is no reply of a queue")
+            return ProtocolError(f"{self.describe()} has not answered with a reply of a queue")
 
     def _refer_to(self, batch: Sequence[PutFuture]) -> None:
-        """Items that are to be kept here: make references to them, each for as many as it may have."""
+        """Make references to the items that stay here, each for as many items as a reference may have."""
         groups: list[list[PutFuture]] = []
         size = KEPT_BYTES
         for put in [put for put in batch if type(put.item) is KeptItem]:
@@ -312,7 +313,7 @@ class Client:
                 put.item = item
 
     def _kept(self, items: Sequence[KeptItem]) -> list[Kept]:
-        """These items, with a reference to all of them. Any thread."""
+        """The items behind one reference to all of them. Any thread."""
         reference = self.node.references.refer_to(KeptItems(items))
         return [Kept(reference, place) for place in range(len(items))]
 
@@ -322,7 +323,7 @@ class Client:
         for each in batch:
             each.request = None
         if not isinstance(put, Put):
-            # Those behind them would get the same, but one lot after the other, each when its own search has ended.
+            # The queued puts would fail the same way, but one lot after the other: fail all of them now.
             if self.node.engine.closed or isinstance(put, _AWAY):
                 batch, self._puts = [*batch, *self._puts], deque()
             for each in batch:
@@ -336,12 +337,12 @@ class Client:
                     each.finish(None, self._was_shut())
             else:
                 self._puts.extendleft(reversed(rest))
-            # Those that there was no room for come again: with a full queue as few at a time as it takes.
+            # The rest is sent again; while the queue is full, in requests of the size that it accepts.
             self._most = max(1, put.count) if rest else min(_ITEMS_AT_ONCE, 2 * self._most)
         self._send_puts()
 
     def _put_now(self, timeout: float, put: PutFuture) -> None:
-        if not put.done():  # else it was given up by now
+        if not put.done():
             put.at_once = True
             self._start_timer(put, timeout)
             self._put_items(self._request([put]), False, self._on_put_now)
@@ -375,8 +376,9 @@ class Client:
     def _take(
         self, request: Request, wait: bool, count: int, then: Callable[[list[Taken] | BaseException], None]
     ) -> None:
-        """Take items from the owner. It also gets the workers that this one has lost, the last ones: it fetches what
-        they keep, which this worker cannot."""
+        """Take items from the owner. The call names the workers that this one lost last: the owner fetches what they
+        keep, because this worker cannot.
+        """
         lost = self.node.group.lost
         apart = declared.pack([*lost][-MOST:]) if lost else _NO_ITEMS
         self._calls.begin(
@@ -427,11 +429,11 @@ class Client:
         tickets = split_tickets(reply.tickets)
         try:
             if not all(isinstance(each, RRef) for each in references):
-                raise ValueError("references that are none")
+                raise ValueError("values that are not references")
             items = from_wire(reply.items, references, reply.producers)
             return [Taken(ticket, item) for ticket, item in zip(tickets, items, strict=True)]
         except ValueError as refused:
-            return ProtocolError(f"{self.describe()} gives items that are none: {refused}")
+            return ProtocolError(f"{self.describe()} has given invalid items: {refused}")
 
     def _fetch(self, get: GetFuture, items: Sequence[Taken]) -> None:
         """Fetch the items that their producers keep; then give all of them to the `get`."""
@@ -458,13 +460,13 @@ class Client:
         get, items, left, fetched = fetching
         left[worker] -= 1
         if error is not None and len(wanted) > 1 and not isinstance(error, (*_PASSING, *_GONE)):
-            # It may be one of them alone that cannot be handed over, or read here, and the others with it.
+            # Perhaps a single item cannot be handed over or read: ask for each alone.
             self._ask_producer(fetching, worker, [[each] for each in wanted])
             return
         if not left[worker]:
             del left[worker]
             get.producers.pop(worker, None)
-        if isinstance(error, RpcTimeout):  # it names a function that the program did not call
+        if isinstance(error, RpcTimeout):  # its text names a function that the program did not call
             error = self._not_handed_over(wanted[0].producer, error)
         head, *values = answer if type(answer) is Results else (answer,)
         packed = self._read(PACKED, head, error)
@@ -497,13 +499,13 @@ class Client:
                     gone.setdefault(item.producer, []).append(found)
                 elif type(found) is GoneItem:
                     gone.setdefault(found.worker, []).append(None)
-                    finished -= 1  # the owner counts it so already
+                    finished -= 1  # the owner has counted it as finished
                 else:
                     values.append(self._opened(found))
                     there.append(taken)
                     continue
             except ItemLost as error:
-                self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
+                self._lost.append(cast(ItemLost, without_frames(error)))  # the frames hold all fetched items
             finished += 1
         self._lose(gone, finished)
         if withheld:
@@ -530,7 +532,7 @@ class Client:
             self.put_back(there)
 
     def _opened(self, found: Any) -> Any:
-        """An item as it was put. found: its bytes, or what its producer has given for it: whether packed, and that."""
+        """An item as the program put it. found: its bytes, or whether it is packed, and its content."""
         try:
             packed, content = (True, found) if isinstance(found, bytes) else found
             return unpack(content, self.node.engine.safe, self.node.engine.record.main) if packed else content
@@ -543,7 +545,9 @@ class Client:
             ) from broken
 
     def _lose(self, gone: dict[str, list[BaseException | None]], finished: int) -> None:
-        """Items are gone, by the workers that had them. finished: how many of them the owner still waits for."""
+        """Report items that went with their workers. finished: how many of them the owner does not count as finished
+        yet.
+        """
         for worker, causes in gone.items():
             self._lost.append(self._loss(worker, causes))
             logger.warning("worker %s: %s", self.node.engine.name, self._lost[-1])
@@ -551,7 +555,7 @@ class Client:
             self._calls.tell("finish_items", finished)
 
     def _raise_loss(self, get: GetFuture) -> None:
-        """Raise the first loss at that `get`; at the next one, if that one was given up."""
+        """Raise the first loss at a `get`. If that was given up, the loss waits for the next one."""
         if get.finish(None, self._lost[0]):
             self._lost.popleft()
 
@@ -580,14 +584,14 @@ class Client:
         return error
 
     def put_back(self, items: Sequence[Taken]) -> None:
-        """Give items that are not wanted here back to the owner. Those that are gone meanwhile are losses here."""
+        """Give unwanted items back to the owner. Items whose producer is gone meanwhile are losses here."""
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
         there: list[Taken] = []
         for taken in items:
             item = taken.item
             if type(item) is GoneItem:
-                gone.setdefault(item.worker, []).append(None)  # the owner counts it so already
+                gone.setdefault(item.worker, []).append(None)  # the owner has counted it as finished
             elif type(item) is not Kept or gone_with(item) is None:
                 there.append(taken)
             else:
@@ -608,7 +612,7 @@ class Client:
         self.given_up(waiting)
 
     def _why_late(self, waiting: PutFuture | GetFuture, time: str) -> tuple[str, str]:
-        """What has not come in all that time, and the name of the worker that it depended on."""
+        """Why a `put` or `get` timed out, and the name of the worker that it waited for."""
         if isinstance(waiting, GetFuture) and waiting.producers:
             names = sorted(waiting.producers.values())
             return self._keeps_back(names, time), names[0]
@@ -625,7 +629,7 @@ class Client:
         return text + self._or_busy(), self._owner
 
     def _or_busy(self) -> str:
-        """The other reason for a wait: an owner that is busy or stopped looks the same."""
+        """The rest of an error text: an owner that is busy or stopped looks the same as a full or empty queue."""
         if self._owner == self.node.engine.name:
             return ""
         return (
@@ -635,10 +639,10 @@ class Client:
         )
 
     def _why_silent(self, peer: Peer, time: str) -> str | None:
-        """What is said of a queue whose owner cannot have been asked; None if it was."""
+        """Why the owner cannot have received the call; None if it can have."""
         if peer.state is not PeerState.CONNECTING and peer.state is not PeerState.SUSPENDED:
             return None
-        former = peer.former  # first: it is forgotten before there is a record
+        former = peer.former  # read before `record`: it is forgotten before there is a record
         why = "no worker of that name has joined"
         if peer.record is not None:
             why = f"the connection to it is {peer.state.value}"
@@ -654,14 +658,14 @@ class Client:
         )
 
     def _not_handed_over(self, worker: str, cause: RpcTimeout) -> RpcTimeout:
-        """That worker keeps items, and has not answered. cause: the timeout of the call for them."""
+        """The error for a producer that did not hand over its items. cause: the timeout of the call for them."""
         text = self._keeps_back([worker], f"{cause.seconds:g} s (rpc_timeout)")
         error = RpcTimeout(text, worker=worker, function=f"{self._name}.get", seconds=cause.seconds)
         error.__cause__ = without_frames(cause)
         return error
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
-        """That Future is not waited for any more: a request that is made for no other one is to end."""
+        """A Future is not waited for any more: end its request, unless other Futures share it."""
         waiting.stop_waiting()
         request = waiting.request
         if request is not None:

@@ -26,17 +26,19 @@ from .served import ServedQueue, end, watch
 class QueueHandle(Generic[T]):
     """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
 
-    Each returns a Future, to await or to wait for; so write ``if await q.empty()``. In a handler what waits does so no
-    longer than the handler's caller. Sent to another worker, as an argument or in one, it is a handle there.
+    Each returns a Future, to await or to wait for; so write ``if await q.empty()``. In a handler, a method waits no
+    longer than the handler's caller. A handle can be an argument of a call, or be inside of one; it is a handle at the
+    receiver, too.
 
     Raised by the Futures: UnknownObject if the owner has no queue of that name; PeerLost or PeerLeft if the owner is
-    gone; NotAllowed where the owner does not allow that for this worker; RpcTimeout.
+    gone; NotAllowed if the owner does not allow this worker the method; RpcTimeout.
     """
 
     def __init__(self, name: str, owner: str, timeout: float | None = None) -> None:
         """timeout: seconds that each method has; None for the worker's ``rpc_timeout``.
 
-        0 is no limit, for `put`, `get`, `get_many` and `join`; what the owner answers at once has ``rpc_timeout`` then.
+        0 means no limit for `put`, `get`, `get_many` and `join`; the other methods, which the owner answers at once,
+        then have ``rpc_timeout``.
         """
         self.name: str = check_object_name(name)
         self.owner: str = check_name(owner)
@@ -56,25 +58,25 @@ class QueueHandle(Generic[T]):
         return within_call(engine, own if timeout is None else seconds(timeout, "timeout"))
 
     def _patience(self, client: Client) -> float:
-        """Seconds that the owner has for what it answers at once; 0 for no limit."""
+        """Seconds for methods that the owner answers at once; 0 for no limit."""
         return within_call(client.node.engine, self._timeout or client.node.engine.default_timeout)
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
     def put(self, item: T, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
-        """Put an item, as it is now; the Future settles when it is in the queue, and waits while that is full.
+        """Put an item, in its present state. The Future settles when the item is in the queue, and waits for room.
 
-        Items that one handle puts keep their order. Cancelling gives up; the item is in the queue if it had come there
-        by then. An item of more than 32 KiB stays with this worker until it is got, so the worker has to stay until
-        then. What is defined in ``__main__`` here goes by value, so that any worker can read it.
+        Items that one handle puts keep their order. Cancelling gives up; the item is in the queue if it arrived before
+        that. An item of more than 32 KiB stays with this worker until it is got, so the worker has to stay until then.
+        Classes and functions of this ``__main__`` go by value, so any worker can read them.
 
-        timeout: seconds that it waits for room, 0 for no limit; None for that of the handle.
-        copy: whether the item is copied for that; if not, do not change it until it is got.
+        timeout: seconds to wait for room, 0 for no limit; None for the handle's.
+        copy: whether an item that stays here is copied. If not, do not change it until it is got.
 
         Raised here, with nothing sent: SerializationError, NotInitialized, WorkerClosed.
 
-        Raised by the Future: RpcTimeout, after which the item is in the queue if it had come there by then;
-        QueueShutDown after `shutdown`.
+        Raised by the Future: RpcTimeout, after which the item is in the queue if it arrived before that; QueueShutDown
+        after `shutdown`.
         """
         client = self._client()
         return client.put(item, copy, self._seconds(client, timeout))
@@ -82,7 +84,7 @@ class QueueHandle(Generic[T]):
     def put_nowait(self, item: T, *, copy: bool = True) -> Future[None]:
         """Put an item if there is room now, as `put` does; QueueFull if there is none.
 
-        RpcTimeout if the owner does not say within the time of the handle; when it goes on the item may be put.
+        RpcTimeout if the owner does not answer within the handle's timeout; the item may still be put later.
         """
         client = self._client()
         return client.put_nowait(item, copy, self._patience(client))
@@ -92,14 +94,14 @@ class QueueHandle(Generic[T]):
     def get(self, *, timeout: float | None = None) -> Future[T]:
         """The next item; the Future waits while there is none. Each item is given to one `get` of one worker.
 
-        An item that comes after the timeout, or after the Future was cancelled, stays in the queue, at its front. A
-        worker that dies with an item that it was given takes it along.
+        An item that comes after the timeout, or after the Future was cancelled, stays at the front of the queue. A
+        worker that dies takes the items with it that it was given.
 
         timeout: seconds, 0 for no limit; None for that of the handle.
 
         Raised by the Future: RpcTimeout; QueueShutDown once the queue is shut down and empty; ItemLost if the worker
-        that kept the item is gone, and the next `get` goes on behind it. Where that worker lives and does not hand the
-        item over now, the item stays in the queue, and the reason is raised (RpcTimeout, Overloaded).
+        that kept the item is gone; the next `get` goes on with the next item. If that worker lives but does not hand
+        the item over now, the item stays in the queue, and the Future raises the reason (RpcTimeout, Overloaded).
         """
         client = self._client()
         return client.get(1, False, self._seconds(client, timeout))
@@ -107,8 +109,8 @@ class QueueHandle(Generic[T]):
     def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[T]]:
         """A list of the next items: as many as there are, up to `count`, and at least one. Otherwise as `get`.
 
-        It has at most 1,024 items, and of those that are at the owner at most 256 KiB. If some of them were lost, the
-        next `get` of this handle raises that.
+        It has at most 1,024 items, and at most 256 KiB of items that are at the owner. If items were lost, the next
+        `get` of this handle raises ItemLost.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(f"get_many() takes how many items there may be, from 1, and not {count!r:.40}")
@@ -118,7 +120,7 @@ class QueueHandle(Generic[T]):
     def get_nowait(self) -> Future[T]:
         """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`.
 
-        RpcTimeout if the owner does not say within the time of the handle; the item stays in the queue then.
+        RpcTimeout if the owner does not answer within the handle's timeout; the item stays in the queue then.
         """
         client = self._client()
         return client.get_nowait(self._patience(client))
@@ -126,12 +128,12 @@ class QueueHandle(Generic[T]):
     # --- finishing ----------------------------------------------------------------------------------------------------
 
     def task_done(self, count: int = 1) -> Future[None]:
-        """So many items that were got are finished, for `join`. From any worker.
+        """Finish items that were got, for `join`. From any worker. count: how many.
 
-        What is more than this worker has got itself counts for the others, for those first that have got theirs the
-        longest ago. A worker that may not shut the queue down (option ``allow``) finishes its own items alone.
+        A count above what this worker has got itself finishes items of other workers; the earliest getters come first.
+        A worker that may not shut the queue down (option ``allow``) finishes its own items alone.
 
-        Raised by the Future: ValueError if there are not so many in all.
+        Raised by the Future: ValueError if fewer items are unfinished.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RpcUsageError(
@@ -154,13 +156,13 @@ class QueueHandle(Generic[T]):
         return client.join(self._seconds(client, timeout), self._unfinished)
 
     def _unfinished(self) -> int | None:
-        """How many items are not finished, where this worker can see that."""
+        """How many items are not finished; None if this worker cannot see that."""
         return None
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
     def qsize(self) -> Future[int]:
-        """How many items there are at the owner. It may have changed by the time that it is known here."""
+        """How many items there are at the owner. The number may have changed when it arrives here."""
         return self._ask("qsize")
 
     def empty(self) -> Future[bool]:
@@ -172,7 +174,7 @@ class QueueHandle(Generic[T]):
         return self._ask("full")
 
     def shutdown(self, immediate: bool = False) -> Future[None]:
-        """Take no more items: `put` raises QueueShutDown, also where it waits, and `get` does once the queue is empty.
+        """Take no more items. `put` raises QueueShutDown, also while it waits; so does `get` once the queue is empty.
 
         immediate: whether the items in the queue are dropped.
 
@@ -185,7 +187,7 @@ class QueueHandle(Generic[T]):
         return client.ask(method, *args, timeout=self._patience(client), depth=3)
 
     def _bind(self, node: Node) -> Self:
-        """Act for that worker from now on, and not for the one that is current at the first use."""
+        """Act for the worker of `node`, not for the current worker at the first use."""
         self._made = Client(node, self.name, self.owner)
         return self
 
@@ -198,7 +200,7 @@ class QueueHandle(Generic[T]):
 
     @classmethod
     def _put_together(cls, parts: dict[str, Any]) -> QueueHandle[Any]:
-        """What `_take_apart` was asked of, as a handle. Raises RpcUsageError for what cannot be one."""
+        """A handle from the parts of `_take_apart`. Raises RpcUsageError for invalid parts."""
         return QueueHandle(parts.get("name", ""), parts.get("owner", ""), parts.get("timeout"))
 
     def __repr__(self) -> str:
@@ -209,21 +211,21 @@ class QueueHandle(Generic[T]):
 class Queue(QueueHandle[T]):
     """A queue of this worker, with the methods of ``asyncio.Queue``; other workers reach it by `aiorpc.queue`.
 
-    It is served from when it is made until `close`, or until the worker ends; the items in it are gone then. Items of
-    more than 32 KiB stay with the worker that put them until they are got.
+    It is served until `close`, or until the worker ends; the items in it are gone then. Items of more than 32 KiB stay
+    with the worker that put them until they are got.
     """
 
     def __init__(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> None:
-        """name: as of `aiorpc.serve`, whose objects have the same names. maxsize: items, 0 for no limit.
+        """name: as of `aiorpc.serve`; queues and objects share their names. maxsize: items, 0 for no limit.
 
-        timeout: seconds that its methods have here; None for the worker's ``rpc_timeout``. RpcUsageError for a name
-        that cannot be or is taken, and for a maxsize below 0; NotInitialized, WorkerClosed. Any thread.
+        timeout: seconds that its methods have here; None for the worker's ``rpc_timeout``. Raises RpcUsageError for a
+        name that is invalid or taken, and for a maxsize below 0; NotInitialized, WorkerClosed. Any thread.
         """
         self._host(registry.get, name, maxsize, timeout)
 
     @classmethod
     def _of(cls, node: Node, name: str, maxsize: int, timeout: float | None) -> Self:
-        """One of that worker, whichever is current."""
+        """A queue of the worker of `node`, whichever worker is current."""
         made = cls.__new__(cls)
         made._host(lambda: node, name, maxsize, timeout)
         return made
@@ -246,23 +248,23 @@ class Queue(QueueHandle[T]):
             ) from None
         self._own = Client(node, self.name, self.owner)
         self._node = node
-        self._news = node.events.listen()
-        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
+        self._events = node.events.listen()
+        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._events)))
 
     def close(self) -> None:
-        """Serve it no longer: what waits at it raises QueueShutDown. Idempotent. Any thread."""
+        """Stop serving the queue: calls that wait at it raise QueueShutDown. Idempotent. Any thread."""
         self._object.close()
         self._node.engine.run_on_loop(self._end)
 
     def _client(self) -> Client:
-        return self._own  # and of no worker that this process has later, where the name may be that of another queue
+        return self._own  # never that of a later worker of this process, which may have another queue of the name
 
     def _unfinished(self) -> int | None:
         return self._served.unfinished
 
     def _end(self) -> None:
         end(self._served)
-        self._node.engine.tasks.spawn(self._news.aclose())
+        self._node.engine.tasks.spawn(self._events.aclose())
 
     def __enter__(self) -> Self:
         return self

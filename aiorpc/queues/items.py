@@ -1,8 +1,8 @@
 """Items of queues as they travel and as they wait, and the declared messages of queues.
 
-A small item is its bytes. A larger one stays with the worker that has put it, its producer: several items that are put
+A small item travels as bytes. A larger one stays with the worker that put it, its producer. Several items that are put
 together are the value of one reference (`KeptItems`), because each reference costs some messages. A message has a list
-of items, in which an item that stays with its producer is `At` a place of one of the references behind the list.
+of items and the references after it; in the list, `At` stands for an item that stays with its producer.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..protocol.identity import NAME_LIMIT
 from ..runtime.references.references import References
 from ..runtime.references.rref import RRef
 
-#: Items, and bytes of them, that one reference may have: all stay in memory until the last of them was got. The bytes
-#: that are no power of two are for what is packed with the tensors, so that eight of 1 MB have a place.
+#: The most items and bytes of one reference: all stay in memory until the last of them was got. The 16 KiB on top are
+#: for what is packed with tensors: eight items of 1 MiB fit.
 KEPT_ITEMS, KEPT_BYTES = 16, (8 << 20) + 16 * 1024
-#: Bytes of a packed item that travels with the put; longer ones stay with their producer.
+#: The most bytes of a packed item that travels with the put; a larger one stays with its producer.
 SMALL = 32 * 1024
-#: Items that one call puts or takes.
+#: The most items that one call puts or takes.
 MOST = 1024
 
 
 class KeptItem:
-    """An item that stays with its producer. packed: its bytes; None: it is kept as it is, in `value`.
+    """An item that stays with its producer. packed: its bytes; None if it is kept unpacked, in `value`.
 
-    size: about how many bytes it has; `KEPT_BYTES` where that is not known.
+    size: its approximate bytes; `KEPT_BYTES` if unknown.
     """
 
     __slots__ = ("packed", "size", "value")
@@ -48,9 +48,9 @@ class KeptItems(tuple[KeptItem, ...]):
 
 
 class Kept(NamedTuple):
-    """An item that stays with its producer: the reference to the items there, and which of them it is.
+    """An item that stays with its producer: the reference to the items there, and its place among them.
 
-    producer: the name of that worker, where the owner of the queue has sent it; empty at the owner.
+    producer: the name of that worker; empty at the owner of the queue.
     """
 
     reference: RRef[object]
@@ -59,7 +59,7 @@ class Kept(NamedTuple):
 
 
 class At(Struct, frozen=True, array_like=True, tag=0):
-    """In a message, an item that stays with its producer: the number of a reference behind it, and the place there."""
+    """In a message, an item that stays with its producer: the number of its reference, and its place there."""
 
     reference: Annotated[int, Meta(ge=0, lt=MOST)]
     place: Annotated[int, Meta(ge=0, lt=KEPT_ITEMS)]
@@ -71,7 +71,7 @@ class GoneItem(Struct, frozen=True, array_like=True, tag=1):
     worker: Annotated[str, Meta(max_length=NAME_LIMIT)]
 
 
-# In a queue and where it is got: bytes, `Kept` or `GoneItem`; where it is put, and not sent yet, also `KeptItem`.
+# At the owner and at the getter: bytes, `Kept` or `GoneItem`; at the producer, before it is sent, also `KeptItem`.
 Item = Any
 #: The items of a call that puts some, or puts them back.
 PutItems = Annotated[list[Annotated[bytes, Meta(max_length=SMALL)] | At], Meta(max_length=MOST)]
@@ -97,9 +97,9 @@ class Shut(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Named(Struct, frozen=True, array_like=True):
-    """An item for its producer, which has it: number and key of the reference to it (`rref`), and the place there.
+    """An item as its getter names it to its producer: number and key of its reference, and its place there.
 
-    The getter holds that reference until the answer has come; to send it along would only cost messages that count it.
+    The getter holds the reference until the answer comes, so the message need not count a reference.
     """
 
     number: int
@@ -114,14 +114,14 @@ PACKED: Decoder[list[bool]] = Decoder(list[bool])
 
 
 class Taken(NamedTuple):
-    """An item that was got. ticket: by it the owner of the queue knows the item again if it is put back."""
+    """An item that was got. ticket: the owner of the queue recognizes the item by it if it is put back."""
 
     ticket: bytes
     item: Item
 
 
 def to_wire(items: Iterable[Item]) -> tuple[list[bytes | At | GoneItem], list[RRef[object]]]:
-    """The list of items for a message, and the references that go behind it. None of the items is a `KeptItem`."""
+    """The list of items for a message, and the references that follow it. None of the items is a `KeptItem`."""
     numbers: dict[int, int] = {}  # by identity: a reference that is sent twice in a message would be counted twice
     references: list[RRef[object]] = []
     sent: list[bytes | At | GoneItem] = []
@@ -139,7 +139,7 @@ def to_wire(items: Iterable[Item]) -> tuple[list[bytes | At | GoneItem], list[RR
 def from_wire(
     sent: Iterable[bytes | At | GoneItem], references: Sequence[RRef[Any]], producers: dict[int, str] | None = None
 ) -> list[Item]:
-    """The items of a message. producers: names of workers by id; None at the owner, which needs none.
+    """The items of a message. producers: names of workers by id; None at the owner, which needs no names.
 
     Raises ValueError for a place without a reference, and for a reference to a worker without a name.
     """
@@ -164,9 +164,9 @@ def to_named(items: Iterable[Kept]) -> list[Named]:
 
 
 def kept_of(references: References, named: Iterable[Named]) -> list[KeptItem]:
-    """The items that are named, here at their producer. references: of this worker.
+    """The named items, at their producer. references: of this worker.
 
-    ValueError for what names no item of a queue; RpcError if the value is not here any more.
+    Raises ValueError for a reference that is no item of a queue; RpcError if the value is not here any more.
     """
     items: list[KeptItem] = []
     for each in named:
@@ -178,5 +178,5 @@ def kept_of(references: References, named: Iterable[Named]) -> list[KeptItem]:
 
 
 def gone_with(item: Kept) -> str | None:
-    """The name of the producer, if it is gone as far as is known here; None if the item can be had."""
+    """The name of the producer if this worker knows that it is gone; None if the item can be fetched."""
     return None if item.reference._broken is None else item.reference.owner_name()

@@ -1,15 +1,14 @@
-"""An item of a queue, from its producer to its getter; the owner of the queue has it meanwhile, and does not read it.
+"""Packs an item of a queue at its producer and unpacks it at its getter; the owner of the queue does not read it.
 
-An item is packed as it is put: its errors are raised there, and what happens to the object afterwards does not matter.
-What is packed is the body of a message and its buffers, one behind the other. If that is small it travels with the put.
-Else it stays with the worker that has put it (`items`), where it can be lent from if there is room (`Memory.keep`); and
-so does an item that has references or tensors on devices inside of it, as itself. The getter fetches it from
-there (`hand_over`).
+`put` packs the item: it raises the errors, and later changes of the object do not matter. A packed item is the body of
+a message followed by its buffers. A small one travels with the put. A larger one stays with the worker that put it
+(`items`), in lendable memory if there is room (`Memory.keep`). An item with references or device tensors inside stays
+there unpacked. The getter fetches it from there (`hand_over`).
 
-It is not known beforehand which worker that is. What the main module of its producer defines goes by name to a worker
-that runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and the
-getter takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
-members run the same main module: what goes by value takes many times as long to write.
+The producer does not know who the getter will be. What the producer's main module defines goes by name to a worker that
+runs the same module, and by value to any other. So an item that names such a thing is packed in both forms, and the
+getter takes its own. All other items have one form, as have all items of a group of fixed size whose members run the
+same main module: writing by value takes many times as long.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from ..runtime.calls.values import Results, decode, encode
 from ..runtime.node import Node, registry
 from .items import MOST, SMALL, KeptItem, Named, kept_of
 
-#: Bytes of packed items in one message, if there is more than one item. Together they stay below what a frame may have.
+#: The most bytes of packed items in a message of more than one item. They stay below the limit of a frame.
 TOGETHER = 8 * SMALL
-# Bytes of the body, and how many buffers there are; the bytes of each follow.
+# Bytes of the body, and the number of buffers; the bytes of each follow.
 _HEAD = struct.Struct("<QQ")
-# How a pickle calls what it has by name from the main module.
+# A pickle that has something by name from the main module contains this.
 _BY_NAME = load_main.__name__.encode()
-# What the body of an item in two forms says: which main module its producer runs, the body for those that run it, the
-# one for all others, or why there is none, and how many buffers either has: the first ones, and the last ones.
+# The body of an item in two forms: the producer's main module; the body for workers that run it; the body for all
+# others, or why there is none; the number of buffers of each (the first ones, the last ones).
 _FORMS = (str, bytes, bytes | str, int, int)
 
 
@@ -57,15 +56,15 @@ def pack(
     copy: bool,
     keep: Callable[[int], torch.Tensor],
 ) -> bytes | KeptItem:
-    """An item for a queue of `owner`. Any thread. Raises SerializationError; nothing was sent then.
+    """Pack an item for a queue of `owner`. Any thread. Raises SerializationError.
 
-    Who gets the item is not known yet; it is written as for this worker itself, which is `here`. others: whether a
-    worker that runs another main module may get it. copy: whether one that is kept is kept as it is now; else it is
-    written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
+    here: this worker; the item is written as if for itself, because the getter is not known yet. others: returns
+    whether a worker that runs another main module may get it. copy: whether an item that stays here is packed now; if
+    not, it is written when it is fetched. keep: returns memory of so many bytes for an item that stays here.
     """
     body, buffers, out = encode(Reply(Values([item])), here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
-        if out is not None:  # references: the getter has to be named in them
+        if out is not None:  # references can only be written for a known getter
             out.unsend()
         return KeptItem(None, item)
     if _BY_NAME in body and others():
@@ -94,11 +93,11 @@ def pack(
 def _in_two_forms(
     item: Any, body: bytes, buffers: Sequence[Any], here: Peer, owner: Peer
 ) -> tuple[bytes, Sequence[object]] | None:
-    """Body and buffers of an item that names what our main module defines, with its form for those that run another.
+    """Body and buffers of an item that names what our main module defines, in both forms.
 
-    body, buffers: of the form for those that run ours. None if the other one has references or tensors on devices, as
-    what goes by value may. Where it cannot be written at all, only those that run our main module can read the item; if
-    the owner of the queue is none of them, SerializationError is raised.
+    body, buffers: of the form for workers that run our main module. None if the other form has references or device
+    tensors. If the other form cannot be written, only workers with our main module can read the item; if the owner of
+    the queue has another one, that raises SerializationError.
     """
     other: bytes | str
     others: Sequence[Any]
@@ -112,9 +111,9 @@ def _in_two_forms(
         if out is not None:
             out.unsend()
         return None
-    if other == body:  # it was but a text that looked like a name
+    if other == body:  # only a text looked like a name
         return body, buffers
-    # A class that goes by value may bring tensors of its own; most have none, and both forms have the same buffers.
+    # A class that goes by value may bring tensors of its own. Most do not: then both forms share the buffers.
     same = not others or _are_equal(buffers, others)
     assert here.record is not None, "a worker knows itself"
     forms = [here.record.main, body, other, len(buffers), len(others)]
@@ -131,31 +130,31 @@ def _are_equal(buffers: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def join(body: bytes, buffers: Sequence[Any], layout: Layout, into: Bytes) -> None:
-    """Write an item: how long its parts are, its body, and its buffers, each where it is aligned."""
+    """Write an item: the lengths of its parts, its body, and its buffers, each aligned."""
     spans = layout.buffers
     head = struct.pack(f"<QQ{len(spans)}Q", len(body), len(spans), *[length for _, length in spans]) + body
     into[: len(head)] = numpy.frombuffer(head, numpy.uint8)
     for (start, length), each in zip(spans, buffers, strict=True):
-        # numpy's, as other threads run while it copies.
+        # numpy copies without the GIL.
         into[start : start + length] = numpy.frombuffer(each, numpy.uint8)
 
 
 def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
-    """The item again, in the memory that it came in. safe: whether no pickles are read. main: our main module.
+    """The item, in the memory that it came in. safe: whether pickles are refused. main: our main module.
 
-    Raises ProtocolError for what is no item, SerializationError for one that only workers with another main module can
-    read, and what unpickling raises.
+    Raises ProtocolError for invalid bytes, SerializationError for an item that only workers with another main module
+    can read, and the errors of unpickling.
     """
     if type(packed) is not bytes and not (type(packed) is torch.Tensor and packed.dtype is torch.uint8):
         raise ProtocolError("an item of a queue that is no bytes")
-    # What is given to a program may be written to, and bytes may not.
+    # A program may write to what it gets, so `bytes` is copied.
     memory = memoryview(bytearray(packed)) if isinstance(packed, bytes) else _memory(packed)
     body, buffers = split(memory)
-    said = read_values(body)
-    if len(said.values) == len(_FORMS):
-        body, buffers = choose(said.values, buffers, main)
-        said = read_values(body)
-    values = decode(said, buffers, _no_references, None, None, safe)
+    read = read_values(body)
+    if len(read.values) == len(_FORMS):
+        body, buffers = choose(read.values, buffers, main)
+        read = read_values(body)
+    values = decode(read, buffers, _no_references, None, None, safe)
     if len(values) != 1:
         raise ProtocolError(f"an item of a queue that is {len(values)} values")
     return values[0]
@@ -169,7 +168,7 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
             raise ProtocolError(f"an item of a queue with {count} buffers; the limit is {2 * MAX_SEGMENTS}")
         lengths = struct.unpack_from(f"<{count}Q", packed, _HEAD.size)
     except struct.error as error:
-        raise ProtocolError(f"an item of a queue that is none: {error}") from None
+        raise ProtocolError(f"an invalid item of a queue: {error}") from None
     layout = layout_of(body, lengths)
     if layout.size != len(packed):
         raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
@@ -178,12 +177,12 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
 
 
 def choose(forms: Sequence[Any], buffers: list[memoryview], main: str) -> tuple[bytes, list[memoryview]]:
-    """Of an item in two forms, the body and the buffers of the one for workers that run this main module.
+    """Body and buffers of an item in two forms, in the form for workers that run the main module `main`.
 
-    Raises ProtocolError for what is no item, and SerializationError if there is no such form.
+    Raises ProtocolError for invalid forms, and SerializationError if there is no such form.
     """
-    if not all(isinstance(said, kind) for said, kind in zip(forms, _FORMS, strict=True)):
-        raise ProtocolError("an item of a queue in two forms that are none")
+    if not all(isinstance(form, kind) for form, kind in zip(forms, _FORMS, strict=True)):
+        raise ProtocolError("an item of a queue in two invalid forms")
     origin, named, other, count, others = forms
     if not (0 <= count <= len(buffers) and 0 <= others <= len(buffers)):
         raise ProtocolError(f"an item of a queue with {count} and {others} of {len(buffers)} buffers")
@@ -197,7 +196,7 @@ def choose(forms: Sequence[Any], buffers: list[memoryview], main: str) -> tuple[
 
 
 class Layout(NamedTuple):
-    """Where the body of an item starts, and the spans of its buffers. size: of all of it, in bytes."""
+    """Where the body of an item starts, and the spans of its buffers. size: bytes of the whole item."""
 
     body: int
     buffers: list[Span]
@@ -205,7 +204,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(body: int, lengths: Sequence[int]) -> Layout:
-    """Where the parts of an item lie; body, lengths: bytes of its body and of each of its buffers."""
+    """The layout of an item. body, lengths: bytes of its body and of each of its buffers."""
     start = _HEAD.size + 8 * len(lengths)
     return Layout(start, *lay_out(lengths, start + body))
 
@@ -226,9 +225,9 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
 @carries
 @inline
 def hand_over(named: Annotated[list[Named], Meta(max_length=MOST)]) -> Results:
-    """Handler: items of queues that this worker has kept: which of them are packed, and the items.
+    """Handler: hand over items that this worker keeps: which of them are packed, and the items.
 
-    It is the runtime's own: limits of users' calls would lose what was taken from a queue.
+    A system call, because the limits of users' calls could drop items that were taken from a queue.
     """
     node: Node = registry.get()
     try:

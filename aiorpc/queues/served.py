@@ -1,17 +1,17 @@
-"""A queue at its owner: its items as they were packed, and the calls that wait for an item or for room.
+"""A queue at its owner: its packed items, and the calls that wait for an item or for room.
 
 States of a queue: OPEN, then SHUT (it takes no more items; those that it has can be got). States of a call that waits
-(`_Waiter`): WAITING, then GIVEN (its items were taken from the queue or put into it), or WITHDRAWN (none were).
-All of it changes on the loop of the owner alone.
+(`_Waiter`): WAITING, then GIVEN (its items were taken from the queue or put into it), or WITHDRAWN (none were). All of
+it changes on the owner's loop alone.
 
 Invariants
 1. An item is in the queue, or with one getter, or gone for good: only `_match` takes one out.
 2. No call waits for an item while there is one, or for room while there is some.
-3. Items of a getter whose call ends before its answer is made go back to the front; or are dropped if the queue was
-   shut down at once.
-4. `_unfinished` is the number of items that were put, less those that were finished or are gone for good.
-5. `_given` has no more items than were got and are not finished, whichever worker has finished them.
-6. An item comes back once, from the worker that got it, unchanged: each item that is given has a ticket (`tickets`), a
+3. Items of a getter whose call ends before its answer is made go back to the front; after an immediate shutdown they
+   are dropped.
+4. `_unfinished` counts the items that were put, less those that were finished or are gone for good.
+5. `_given` counts no more items than were got and are not finished, whichever worker finished them.
+6. An item comes back at most once, from the worker that got it, unchanged: each given item has a ticket (`tickets`), a
    message authentication code of the owner. So the owner keeps nothing of items that were given.
 """
 
@@ -57,17 +57,17 @@ from .items import (
 from .packing import TOGETHER, hand_over
 from .tickets import TICKET, Tickets, split_tickets
 
-# Calls that were withdrawn before they came, of one worker, the last ones; most have their answer by then.
+# How many calls of one worker that were withdrawn before they arrived the owner remembers.
 _MOST_WITHDRAWN = 1000
-MOST_TOLD = 100  # lost workers that had items, the last ones, of which `join` tells
+MOST_TOLD = 100  # how many lost workers that had items `join` reports; the last ones
 _SHUT = pack(Shut())
 
-#: The number of a call of one worker; by it the call can be withdrawn. 0 where it cannot.
+#: The number of a call of one worker, for `withdraw`; 0 if the call cannot be withdrawn.
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Waiter:
-    """A call that takes `count` items, or puts `items`. future: of the items (None: it is shut down), or of a `Put`."""
+    """A call that takes `count` items, or puts `items`. future: of the items (None: shut down), or of a `Put`."""
 
     __slots__ = ("count", "future", "items")
 
@@ -84,17 +84,18 @@ class _Waiter:
 
 @resource("queue")
 class ServedQueue:
-    """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
+    """The object that the owner serves for a queue; handles of the queue call it. On the owner's loop.
 
-    The calls that put, take, return and finish items are the runtime's own: a limit of users' calls that dropped one of
-    their answers would lose items, or duplicate them. `join_items` is, too: else an owner that leaves a group without a
-    size would wait for it. They have a limit of their own instead, for calls that wait. A role that may put, or get, by
-    the option ``allow``, may call what ends that, too. maxsize: 0 for no limit.
+    The calls that put, take, return and finish items are system calls: a limit of users' calls that dropped one of
+    their answers would lose or duplicate items. `join_items` is one, too; otherwise an owner that leaves a free group
+    would wait for it. Instead, the number of waiting calls of each worker is limited here (`most_waits`). A role that
+    may put or get (option ``allow``) may also call the methods that end it. maxsize: 0 for no limit.
     """
 
     def __init__(self, name: str, maxsize: int, worker: str, max_frame: int, most_waits: int = 1 << 62) -> None:
-        """worker: the name of the owner. max_frame: bytes that a message of its may have. most_waits: calls of one
-        worker that may wait here."""
+        """worker: the owner's name. max_frame: the most bytes of its messages. most_waits: how many calls of one worker
+        may wait here.
+        """
         self.name = name
         self.maxsize = maxsize
         self._worker = worker
@@ -105,27 +106,27 @@ class ServedQueue:
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
         self._most_waits = most_waits
         self._waits: dict[int, int] = {}  # calls of each worker that wait
-        # Numbers of calls that were withdrawn before they came, by worker: many of one worker drop none of others.
+        # Numbers of calls that were withdrawn before they arrived, by worker: one worker's never push out another's.
         self._withdrawn: dict[int, dict[int, None]] = {}
         self._shut = False
-        self._emptied = False  # whether it was shut down at once: its items, and those that come back, are dropped
+        self._emptied = False  # shut down at once: its items, and those that come back, are dropped
         self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
         self._tickets = Tickets()
         self._taken_along: dict[str, int] = {}  # items that went with lost workers, by their names
-        self._joiners: list[asyncio.Future[bool]] = []  # of whether all is finished; if not, the queue was closed
+        self._joiners: list[asyncio.Future[bool]] = []  # True: all is finished; False: the queue was closed
 
     # --- putting and getting ------------------------------------------------------------------------------------------
 
     @system
     @by_right("put")
     async def put_items(self, wait: bool, number: Number, items: PutItems, *references: RRef[KeptItems]) -> bytes:
-        """Put items in their order, as far as there is room; the reply is a `Put`.
+        """Put items in their order, while there is room. The reply is a `Put`.
 
-        wait: until there is room for one, or until the call of that number is withdrawn. No items, and wait False: the
-        reply tells whether the queue is there, and not shut. Raises RpcUsageError for an item that the caller does not
-        keep itself.
+        wait: wait until there is room for one, or until the caller withdraws the call of that number. Without items and
+        wait, the reply only tells that the queue is there, and whether it is shut. Raises RpcUsageError for an item
+        that the caller does not keep itself.
         """
         if not items and not wait:
             return pack(Put(0, self._shut))
@@ -151,10 +152,10 @@ class ServedQueue:
         count: Annotated[int, Meta(ge=1, le=MOST)],
         apart: Annotated[list[int], Meta(max_length=MOST)],
     ) -> Results:
-        """Take up to so many items. The reply is `Items` and the references behind it, or `Shut`.
+        """Take up to `count` items. The reply is `Items` followed by references, or `Shut`.
 
-        wait: until there is one item, or until the call of that number is withdrawn. apart: ids of workers that the
-        caller has lost; what they keep is fetched for it from here, if they live.
+        wait: wait until there is an item, or until the caller withdraws the call of that number. apart: ids of workers
+        that the caller has lost; this worker fetches what they keep, if they live.
         """
         if wait and self._was_withdrawn(number):
             return Results((pack(Items(b"", {}, [])),))
@@ -175,7 +176,7 @@ class ServedQueue:
         for place, item in enumerate(items):
             if type(item) is not Kept:
                 continue
-            # In the step in which the answer is made: a reference to a worker that is gone could not be sent.
+            # Checked without an await before the answer is made: a reference to a gone worker could not be sent.
             gone = gone_with(item)
             if gone is not None:
                 items[place] = GoneItem(gone)
@@ -187,9 +188,10 @@ class ServedQueue:
         return Results((pack(Items(tickets, producers, sent)), *references))
 
     async def _take_in(self, items: list[Item], apart: Sequence[int]) -> None:
-        """Fetch those of the items here whose producers the getter has lost, so that this worker keeps them.
+        """Fetch the items whose producers the getter has lost, and keep them here.
 
-        Such a producer may live, if only the network between the two is broken. An item that cannot be fetched stays.
+        Such a producer may live if only the network between the two is broken. An item that cannot be fetched stays
+        there.
         """
         node = serving()[0]
         far: list[int] = []
@@ -212,7 +214,7 @@ class ServedQueue:
                 items[place] = Kept(node.references.refer_to(KeptItems((kept,))), 0)
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
-        """What the waiter is given. If the call is cancelled, its items go back."""
+        """Wait for the waiter's result. If the call is cancelled, its items go back."""
         who = caller().id
         key = who, number
         waits = not waiter.future.done()
@@ -239,7 +241,7 @@ class ServedQueue:
                 self._waits_no_more(who)
 
     def _waits_here(self, who: int) -> None:
-        """Count one more call of that worker that waits. Raises Overloaded where too many do."""
+        """Count one more waiting call of a worker. Raises Overloaded if too many wait."""
         count = self._waits.get(who, 0)
         if count >= self._most_waits:
             raise Overloaded(
@@ -290,7 +292,7 @@ class ServedQueue:
     @system
     @by_right("get")
     async def return_items(self, tickets: bytes, items: PutItems, *references: RRef[KeptItems]) -> None:
-        """Put items back to the front that the caller got and does not want: as if it had not taken them.
+        """Put items back to the front that the caller got and does not want.
 
         tickets: those that came with the items. Raises RpcUsageError for an item that the caller did not get, or has
         finished.
@@ -315,7 +317,7 @@ class ServedQueue:
         try:
             return from_wire(items, references)
         except ValueError as error:
-            raise RpcUsageError(f"queue {self.name!r} got items that are none: {error}") from None
+            raise RpcUsageError(f"queue {self.name!r} got invalid items: {error}") from None
 
     def _put_back(self, items: Sequence[Item]) -> None:
         if self._emptied:
@@ -327,9 +329,9 @@ class ServedQueue:
 
     @by_right("put", "get")
     async def withdraw(self, number: Number) -> None:
-        """End the wait of the call of that number, of the same worker.
+        """End the wait of the caller's call of that number.
 
-        Where none waits, its answer is under way; or the call comes behind this one, because its items are long.
+        If no such call waits, its answer is under way; or it arrives after this one, because its items are large.
         """
         key = caller().id, number
         waiter = self._waiting.get(key)
@@ -352,7 +354,7 @@ class ServedQueue:
     @system
     @by_right("get")
     async def finish_items(self, count: Annotated[int, Meta(ge=1)]) -> None:
-        """So many items that were got are finished. ValueError if there are not so many.
+        """Count items that were got as finished. ValueError if there are fewer.
 
         A caller that may shut the queue down can also finish items that other workers have got.
         """
@@ -368,10 +370,9 @@ class ServedQueue:
         self._finish(count, who.id)
 
     def _finish(self, count: int, worker: int) -> None:
-        """That worker has finished so many items: first those that it has got, then those of others.
+        """Count items as finished by a worker: first the ones it has got, then others' in the order of their getting.
 
-        Of the others, the workers that have had theirs the longest come first. Items that stayed with the worker that
-        got them would be reported as lost when it leaves.
+        Items that stayed counted for the worker that got them would be reported as lost when it leaves.
         """
         rest = self._take_share(worker, count)
         while rest and self._given:
@@ -380,7 +381,7 @@ class ServedQueue:
         self._look_at_joiners()
 
     def _take_share(self, worker: int, count: int) -> int:
-        """Of what that worker has got so many items count no longer; returns how many it had too few."""
+        """Subtract items from what a worker has got. Returns how many it had too few."""
         left = self._given.get(worker, 0) - count
         if left > 0:
             self._given[worker] = left
@@ -408,9 +409,9 @@ class ServedQueue:
     @system
     @by_right("put", "get")
     async def join_items(self) -> None:
-        """Wait until all items are finished. Raises QueueShutDown if the queue is closed before that.
+        """Wait until all items are finished. Raises QueueShutDown if the queue is closed before.
 
-        Raises ItemLost if some went with lost workers that had got them; once for each worker.
+        Raises ItemLost, once for each lost worker, if items went with it.
         """
         finished = self._unfinished <= 0
         if not finished and not self._ended:
@@ -452,7 +453,7 @@ class ServedQueue:
                 worker.name,
             )
             self._taken_along[worker.name] = self._taken_along.pop(worker.name, 0) + count
-            if len(self._taken_along) > MOST_TOLD:  # none joins
+            if len(self._taken_along) > MOST_TOLD:  # no call joins
                 del self._taken_along[next(iter(self._taken_along))]
             self._unfinished -= count
             self._look_at_joiners()
@@ -490,22 +491,22 @@ class ServedQueue:
 
 
 def _id_of_caller() -> int:
-    """The id that no other worker of the group has or had; that of `caller()` is its place in the group."""
+    """The caller's unique id in the group. The id of `caller()` is its place, which a later worker may take."""
     call = current_call.get()
     assert call is not None, "this is asked in a handler"
     return call.caller_id
 
 
 def _is_kept_by_caller(item: Kept) -> bool:
-    """Whether an item that stays with its producer is one of the caller's, which alone can say so."""
+    """Whether the caller is the producer of an item. Only a producer may put its items."""
     owner: int = item.reference._owner
     return owner == _id_of_caller()
 
 
-async def watch(queue: ServedQueue, news: Listener) -> None:
-    """Until the worker ends: forget the items that lost workers have got. Then drop the items of the queue."""
+async def watch(queue: ServedQueue, events: Listener) -> None:
+    """Forget the items of lost workers until the worker ends; then drop the items of the queue."""
     try:
-        async for event in news:
+        async for event in events:
             if isinstance(event, (WorkerLost, WorkerLeft)):
                 queue._on_gone(event.worker)
     finally:
@@ -513,5 +514,5 @@ async def watch(queue: ServedQueue, news: Listener) -> None:
 
 
 def end(queue: ServedQueue) -> None:
-    """The queue is closed: end all waits at it."""
+    """End all waits at a closed queue."""
     queue._end()

@@ -1,7 +1,7 @@
-"""Tickets of items: by them the owner of a queue knows what it has given, without keeping anything of it.
+"""Tickets of items: the owner of a queue recognizes items that it has given, without keeping anything of them.
 
-A ticket is a number and a seal over that, the worker that was given the item, and the item. The key of the seals never
-leaves the owner. An item that comes back has to bear its ticket, and each number comes back once.
+A ticket is a number and a message authentication code (MAC) of the number, the getter and the item. The key never
+leaves the owner. An item comes back with its ticket, and each number comes back at most once.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from hashlib import blake2b
 from .items import Item, Kept, Taken
 
 TICKET = 16  # bytes
-# Items that one worker has put back, the last ones, which are known again if they come twice.
+# How many items that one worker put back the owner remembers; it refuses them if they come twice.
 _MOST_RETURNED = 65_536
 _NUMBER = struct.Struct("<Q")
-_SEALED = struct.Struct("<QQ?")  # the worker, the number, and whether the item is named or there; the item follows
+_SEALED = struct.Struct("<QQ?")  # the getter, the number, whether the item stays with its producer; the item follows
 
 
 class Tickets:
-    """What the owner gives with each item: the number of that, and a seal. The key never leaves the owner."""
+    """Makes and checks the tickets of one queue, at its owner."""
 
     __slots__ = ("_count", "_keyed", "_used")
 
     def __init__(self) -> None:
         self._keyed = blake2b(key=secrets.token_bytes(32), digest_size=TICKET - _NUMBER.size)
         self._count = 0
-        # What the worker in each place has put back, and below which number nothing is taken back any more.
+        # By place: the numbers that the worker there has put back, and the number up to which all are refused.
         self._used: dict[int, tuple[dict[int, None], int]] = {}
 
     def issue(self, worker: int, items: Sequence[Item]) -> bytes:
         """The tickets of these items, which are given to that worker."""
         for item in items:
             if type(item) is Kept:
-                item.reference._name()  # where it was lent to this worker, it gets the name that it is sent under
+                item.reference._name()  # a borrowed reference gets the name that it is sent under
         first = self._count + 1
         self._count += len(items)
         return b"".join(self._ticket(worker, first + place, item) for place, item in enumerate(items))
 
     def redeem(self, worker: int, place: int, taken: Sequence[Taken]) -> bool:
-        """Whether that worker was given all of these and has put none of them back; from now on it has.
+        """Whether the worker was given all these items and has put none of them back. From now on it has.
 
-        worker: its id, which no other one of the group ever has, so that who takes its place has nothing to put back.
-        place: by which it is forgotten.
+        worker: its unique id, so a later worker in its place has nothing to put back.
+        place: its place, for `forget`.
         """
         used, floor = self._used.get(place, ({}, 0))
         numbers = {_NUMBER.unpack_from(each.ticket)[0] for each in taken}
@@ -63,7 +63,7 @@ class Tickets:
         return True
 
     def forget(self, place: int) -> None:
-        """The worker in that place is gone."""
+        """Forget a gone worker."""
         self._used.pop(place, None)
 
     def _ticket(self, worker: int, number: int, item: Item) -> bytes:

@@ -1,4 +1,4 @@
-"""The Futures of `put` and `get`, and the requests to the owner that are made for them."""
+"""The Futures of `put` and `get`, and their requests to the owner."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ClientForWaiting(Protocol):
         """The queue, for errors."""
 
     def given_up(self, waiting: Any) -> None:
-        """That Future is not waited for any more. On the loop."""
+        """A Future is not waited for any more. On the loop."""
 
     def put_back(self, items: Sequence[Taken]) -> None:
-        """Those items are not wanted here. On the loop."""
+        """Give unwanted items back to the owner. On the loop."""
 
 
 class State(Enum):
-    """Of a request. The table of `Request` says what leads from one to the next."""
+    """The state of a request. `Request` has the table of transitions."""
 
     UNDER_WAY = auto()
     WITHDRAWN = auto()
@@ -56,7 +56,7 @@ class Request:
 
     A put begins once more, from ENDED, when the owner has joined (`Client._put_items`).
 
-    number: no other call of this worker has it. waits: whether it waits at the owner for an item, or for room.
+    number: unique among the calls of this worker. waits: whether it waits at the owner for an item or for room.
     """
 
     __slots__ = ("call", "futures", "number", "peer", "state", "waits")
@@ -73,9 +73,9 @@ class Request:
 class WaitingFuture(Unawaited, Future[Any]):
     """The Future of a `put` or a `get`.
 
-    timer: of its timeout, on the loop. request: the one that is under way for it; None if there is none, and for a
-    `get` that shares one. at_once: whether the owner answers at once. began: when it began to wait, by
-    ``time.monotonic``. nested: whether it is part of a call that is served here.
+    timer: of its timeout, on the loop. request: its own request under way; None if there is none, and for a `get` that
+    shares a request. at_once: whether the owner answers at once. began: when it began to wait, by ``time.monotonic``.
+    nested: whether it is part of a call that is served here.
     """
 
     _executor: Executor | None
@@ -96,14 +96,14 @@ class WaitingFuture(Unawaited, Future[Any]):
         self._client = client
 
     def begin_on_loop(self, begin: Callable[[Any], object]) -> None:
-        """Have it begun on the loop. Any thread."""
+        """Call `begin` with it on the loop. Any thread."""
         engine = self._client.node.engine
         engine.run_on_loop(begin, self)
-        if engine.closed:  # meanwhile: the loop may have stopped, and nothing would settle it
+        if engine.closed:  # the loop may have stopped meanwhile, and nothing would settle it
             self._settle(None, engine.lifetime.why_closed())
 
     def stop_waiting(self) -> None:
-        """It is not waited for any more. On the loop."""
+        """Stop its timer. On the loop."""
         self._client.waits.discard(self)
         if self.timer is not None:
             self.timer.cancel()
@@ -115,7 +115,7 @@ class WaitingFuture(Unawaited, Future[Any]):
         return self._settle(value, error)
 
     def _end_overdue(self, now: float) -> float:
-        """As of any Future. WorkerClosed in a forked child, where nothing settles it."""
+        """See `Future`. Raises WorkerClosed in a forked child, where nothing settles it."""
         self._client.node.engine.lifetime.check_not_forked()
         return super()._end_overdue(now)
 
@@ -124,63 +124,62 @@ class WaitingFuture(Unawaited, Future[Any]):
 
 
 class PutFuture(WaitingFuture):
-    """One item that is put. item: packed, until it has settled."""
+    """The Future of a `put`. item: the packed item, until the Future has settled."""
 
     def __init__(self, client: ClientForWaiting, item: Item) -> None:
         super().__init__(client, "put")
         self.item: Item = item
 
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
-        """As of all; and the item is not kept any longer for its sake."""
+        """Settle it, and let go of the item."""
         self.item = None
         return super().finish(value, error)
 
 
 class GetFuture(WaitingFuture):
-    """Up to `count` items; many: as a list. items: those that it was given, until they are taken.
+    """The Future of up to `count` items. many: as a list. items: the given items, until they are taken.
 
-    It begins when it is waited for, as the coroutine of ``asyncio.Queue.get`` does: an item could otherwise be given to
-    a Future that was dropped, as that of a task that was cancelled before it ran. producers: names of the workers that
-    have yet to hand over items that it was given, by their ids.
+    It begins when it is waited for, like the coroutine of ``asyncio.Queue.get``; otherwise a dropped Future could get
+    an item. producers: by id, the names of workers that have yet to hand over given items.
 
-    Its items are taken once: by the first waiter that gets the value, or by a callback, which is sure to run. When the
-    last waiter leaves without the value, as a task that is cancelled in the turn of the loop in which it comes, the
-    items go back, and the Future has no value any more. `_lock` guards this, because several threads may wait.
+    Its items are taken once: by the first waiter that gets the value, or by a callback. When the last waiter leaves
+    without the value (its task may be cancelled just when the value comes), the items go back, and the Future has no
+    value any more. `_lock` guards this, because several threads may wait.
     """
 
     def __init__(self, client: ClientForWaiting, count: int, many: bool, begin: Callable[[GetFuture], object]) -> None:
-        """begin: has it given items."""
+        """begin: asks the owner for items. On the loop."""
         super().__init__(client, "get_many" if many else "get")
         self.count = count
         self.many = many
         self.items: Sequence[Taken] = ()
         self.producers: dict[int, str] = {}
         self._begin: Callable[[GetFuture], object] | None = begin
-        self._lock = RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
-        self._waiting: set[object] = set()  # one for each task and thread that is inside of `__await__` and `wait`
+        self._lock = RLock()  # reentrant: the garbage collector may end a waiting task within, which runs `_leave`
+        self._waiting: set[object] = set()  # one for each task and thread inside of `__await__` or `wait`
         self._taken = False  # whether the value was taken, or a callback will take it
 
     def begin(self) -> None:
-        """Begin, the first time that it is waited for. Any thread. WorkerClosed if the worker has shut down."""
+        """Begin at the first wait. Any thread. Raises WorkerClosed if the worker has shut down."""
         begin, self._begin = self._begin, None
         if begin is not None:
             self._client.node.engine.lifetime.check_begin(begun=self.nested)
             self.begin_on_loop(begin)
 
     def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
-        """As of any Future."""
+        """See `Future`."""
         with self._lock:
             self._taken = True
         super()._when_settled(callback)
         self.begin()
 
     def add_done_callback(self, callback: Callable[[Future[Any]], Any]) -> None:
-        """As of any Future."""
+        """See `Future`."""
         super().add_done_callback(callback)
         self.begin()
 
     def value(self) -> Any:
-        """As of any Future."""
+        """See `Future`."""
         with self._lock:
             value = super().value()
             self._taken = True
@@ -199,7 +198,7 @@ class GetFuture(WaitingFuture):
             del self  # the traceback of its error holds this frame, see `Future`
 
     def wait(self, timeout: float | None = None) -> Any:
-        """As of any Future; but when its last waiter has waited in vain it is given up, so that it takes no item."""
+        """See `Future.wait`. When the last waiter leaves without a value, the Future is cancelled and takes no item."""
         waiter = object()
         self._waiting.add(waiter)
         try:
@@ -217,14 +216,14 @@ class GetFuture(WaitingFuture):
         self._leave(waiter)
 
     def _take(self, waiter: object) -> None:
-        """That waiter has the value."""
+        """A waiter has the value."""
         with self._lock:
             self._taken = True
             self._waiting.discard(waiter)
             self.items = ()
 
     def _leave(self, waiter: object) -> None:
-        """That waiter leaves without a value."""
+        """A waiter leaves without the value."""
         with self._lock:
             self._waiting.discard(waiter)
             items = self._left()
@@ -232,8 +231,8 @@ class GetFuture(WaitingFuture):
             self._client.node.engine.call_on_loop(self._client.put_back, items)
 
     def finish_with(self, value: Any, items: Sequence[Taken]) -> bool:
-        """Give it those items; False if it is not waited for any more. On the loop."""
-        with self._lock:  # a waiter that has the value by then waits until its items are there
+        """Settle it with items. False if it is not waited for any more. On the loop."""
+        with self._lock:  # a waiter that has the value already waits until `items` is set
             self.items = items
             if not self.finish(value):
                 self.items = ()
@@ -241,7 +240,7 @@ class GetFuture(WaitingFuture):
             return not self._left()
 
     def _left(self) -> Sequence[Taken]:
-        """The items that it was given, once no waiter will take them; it forgets them. Under the lock."""
+        """Remove and return the given items if no waiter will take them. Under the lock."""
         if self._waiting or self._taken or not self.items:
             return ()
         items, self.items = self.items, ()

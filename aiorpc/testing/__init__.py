@@ -1,4 +1,4 @@
-"""For users' tests: groups of workers in the test's process or in processes of their own; and faults on purpose.
+"""For users' tests: groups of workers in the test's process or in processes of their own, and fault injection.
 
     import aiorpc, aiorpc.testing
 
@@ -19,7 +19,7 @@ they are the fixtures ``rpc_workers`` and ``rpc_processes``, of the plugin that 
                 await workers[0].peer("worker1", timeout=0.2).call(double, 21)
             assert await workers[0].call("worker1", double, 21) == 42
 
-Only what that worker sends is concerned, with whatever process it talks to; it works for a worker of `init_rpc` as well
+Only messages that this worker sends are affected. It also works for a worker of `init_rpc`
 (``Faults(aiorpc.current())``), in programs whose workers are processes.
 """
 

@@ -28,9 +28,9 @@ async def cluster(
     options: for all of them, or one for each. dynamic: a group without a world size, which others may join at `store`.
     store: where they meet; a new ``torch.distributed.HashStore`` if None. roles: one for each, see `aiorpc.init`.
     Several workers live here, so outside of handlers say which one is meant: ``workers[0].call(...)``, not
-    ``aiorpc.call(...)``. What is no method of a worker (``RRef(value)``, ``autograd.context()``, ``RemoteModule``,
-    ``DistributedOptimizer``) is used in a handler: ``await workers[0].call("worker0", body)``. The blocking verbs
-    belong in other threads (``asyncio.to_thread``).
+    ``aiorpc.call(...)``. Use functions that are not methods of a worker (``RRef(value)``, ``autograd.context()``,
+    ``RemoteModule``, ``DistributedOptimizer``) in a handler: ``await workers[0].call("worker0", body)``. Call the
+    blocking verbs in other threads (``asyncio.to_thread``).
 
     At the end all leave together and gracefully, so calls still under way are served to their end. If the block raises
     they leave at once, and calls under way fail with WorkerClosed or PeerLeft. Nothing of them is left afterwards.

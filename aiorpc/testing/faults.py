@@ -1,10 +1,10 @@
-"""Faults on purpose, for tests: messages of one worker that are dropped, delayed or refused, and a worker that dies.
+"""Fault injection for tests: drop, delay or refuse messages of one worker, and kill workers.
 
 `Faults` is an observer of the messages that pass the worker's links (`engine.observing`). A worker without faults pays
 nothing.
 
 Invariants
-1. A rule is asked once for each message, under a lock; which messages it hits depends on their order alone.
+1. A rule is asked once for each message, under a lock; only the messages' order decides which ones it hits.
 2. The runtime's own calls (joining, leaving, news of losses) are never hit.
 """
 
@@ -55,10 +55,10 @@ class Choice(TypedDict, total=False):
 class Fault:
     """One rule, as a method of `Faults` made it.
 
-    action: what becomes of a message. kinds: of messages that it is for. to: only those to that worker; None: to any.
-    function: only those of that function, or of one of that name. when: only those for which this returns True.
-    times: how many it hits, None for all. after: how many it lets pass first. delay: seconds, of a delay. error: what
-    is raised, of a refusal. messages: what it has hit so far.
+    action: what happens to a message. kinds: of messages. to: only messages to this worker; None: to any.
+    function: only messages of this function, or of its name. when: only messages for which it returns True.
+    times: how many it hits, None for all. after: how many it lets pass first. delay: seconds. error: of a refusal.
+    messages: those that it has hit.
     """
 
     action: str
@@ -75,7 +75,7 @@ class Fault:
     _raised: Exception | None = None  # by `when`
 
     def __post_init__(self) -> None:
-        """RpcUsageError for a choice that no message would ever meet."""
+        """Raises RpcUsageError for a choice that no message can meet."""
         if self.to is not None and not isinstance(self.to, str):
             raise RpcUsageError(f"to is the name of a worker, not {self.to!r:.80}")
         if self.when is not None and not callable(self.when):
@@ -111,7 +111,7 @@ class Fault:
         return True
 
     def _chosen(self, when: Callable[[SentMessage], bool], message: SentMessage) -> bool:
-        """What `when` says. If it raises, the rule hits no more: the sender of the message has no use for the error."""
+        """The result of `when`. If it raises, the rule ends, and the sender of the message does not see the error."""
         try:
             return self._raised is None and when(message)
         except Exception as error:
@@ -121,11 +121,10 @@ class Fault:
 
 
 class Faults:
-    """``with Faults(worker) as faults``: what that worker sends goes by the rules, until the end of the block.
+    """``with Faults(worker) as faults``: rules for messages that the worker sends, until the end of the block.
 
-    A rule is for messages of some kinds, as `MessageKind` has them; without a kind it is for every call ("call",
-    "remote" and "fetch"). `Choice` says which of these messages it hits. The first rule that hits a message decides.
-    Any thread.
+    A rule is for some kinds of messages (`MessageKind`); by default for every call ("call", "remote" and "fetch").
+    `Choice` selects among them. The first rule that hits a message decides. Any thread.
 
     Raised by a rule: RpcUsageError for a choice that no message could meet.
     """
@@ -138,7 +137,7 @@ class Faults:
     # --- rules --------------------------------------------------------------------------------------------------------
 
     def drop(self, *kinds: str, **chosen: Unpack[Choice]) -> Fault:
-        """Such messages are lost on their way without a word: a call ends when its timeout passes.
+        """Lose such messages silently: a call ends when its timeout passes.
 
         aiorpc's connections lose nothing while they last, so a reference inside of a lost message, or one whose
         counting is disturbed, stays counted until a worker leaves.
@@ -146,20 +145,20 @@ class Faults:
         return self._add(Fault("drop", _kinds(kinds), **chosen))
 
     def delay(self, seconds: float, *kinds: str, **chosen: Unpack[Choice]) -> Fault:
-        """Such messages leave so many seconds later. A timeout that passes meanwhile ends the call as usual."""
+        """Send such messages later by some seconds. A timeout that passes meanwhile ends the call as usual."""
         return self._add(Fault("delay", _kinds(kinds), delay=checked_seconds(seconds, "seconds"), **chosen))
 
     def fail(self, *kinds: str, error: RpcError | None = None, **chosen: Unpack[Choice]) -> Fault:
-        """Such calls cannot be sent: their Futures get the error at once, and the callee hears nothing.
+        """Refuse to send such calls: their Futures get the error at once, and the callee hears nothing.
 
         error: an `RpcError` of any kind, to which the call is added; None for an RpcError that says "on purpose".
         RpcUsageError for a kind without an answer ("reply", "item", "cancel", "reference").
         """
         if error is not None and not isinstance(error, RpcError):
-            raise RpcUsageError(f"error must be an RpcError, as calls that cannot be sent raise, not {error!r:.80}")
+            raise RpcUsageError(f"error must be an RpcError, the base of all errors of sending, not {error!r:.80}")
         unheard = _kinds(kinds) - _CALLS
         if unheard:
-            raise RpcUsageError(f"nobody is told when these cannot be sent: {', '.join(sorted(unheard))}")
+            raise RpcUsageError(f"no caller hears that these cannot be sent: {', '.join(sorted(unheard))}")
         return self._add(Fault("fail", _kinds(kinds), error=error, **chosen))
 
     def _add(self, fault: Fault) -> Fault:
@@ -169,11 +168,10 @@ class Faults:
     # --- a worker that dies -------------------------------------------------------------------------------------------
 
     async def kill(self, to: To) -> None:
-        """End a worker as if its process had died: no goodbye, and what it was about to send is lost.
+        """End a worker as if its process had died: without a goodbye, and its unsent messages are lost.
 
-        Its process is killed, if that is another one of this host. A worker of this process loses its connections and
-        is closed; threads that run its handlers go on until these return, as nothing can end a thread. RpcUsageError
-        for a worker of another host.
+        A worker in another process of this host is killed with its process. A worker of this process loses its
+        connections and is closed; its handlers in threads run to their end. RpcUsageError for a worker of another host.
         """
         peer = self._node.peers.find(to)
         record = peer.record
@@ -213,7 +211,7 @@ class _AtWork:
         self._lanes = Lanes(node.engine)
 
     def add(self, fault: Fault) -> None:
-        """One more rule, behind the others."""
+        """Add a rule after the others."""
         with self._lock:
             self._rules.append(fault)
 
@@ -223,13 +221,13 @@ class _AtWork:
             return next((rule for rule in self._rules if rule._hits(message)), None)
 
     def end(self) -> list[Exception]:
-        """Observe no more, and send what waits. Returns the errors that rules have raised."""
+        """Stop observing, and send waiting messages. Returns the errors that rules have raised."""
         with self._lock:
             rules = self._rules.copy()
             self._rules.clear()
         self._lanes.flush()
         self._engine.observers = tuple(observer for observer in self._engine.observers if observer is not self)
-        self._lanes.flush()  # what came between
+        self._lanes.flush()  # messages that came in between
         return [rule._raised for rule in rules if rule._raised is not None]
 
     def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -274,7 +272,7 @@ async def _end(node: Node) -> None:
         thread.close()
     else:
         await worker._drop()
-    # Other workers of this process cannot see it end: they hear here what a look at a process would have shown.
+    # Other workers of this process cannot see it end, so they are told here.
     record = node.engine.record
     for other in registry.nodes():
         known = other.group.members.get(record.id)

@@ -1,9 +1,8 @@
-"""What faults on purpose know of a message that is about to be sent, and how delayed messages keep their order.
+"""Describes messages for fault injection, and keeps the order of delayed messages.
 
-Frames of one call, and the messages of reference counting, keep their order: what comes behind a delayed one waits with
-it. Calls may overtake each other, as they may when their buffers are large. Nothing overtakes a message of reference
-counting to the same worker: a call that uses a reference may be behind the word that there is one
-(docs/inside/counting.md).
+Frames of one call keep their order, and so do messages of reference counting: later ones wait for a delayed one. Calls
+may overtake each other, as with large buffers. Nothing overtakes a message of reference counting to the same worker,
+because a call may use the reference (docs/inside/counting.md).
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ class SentMessage:
     autograd: int | None = None
 
     def is_of(self, function: object) -> bool:
-        """Whether it is about that function, or one of that name (``qualname`` alone, or with its module)."""
+        """Whether it concerns a function, given by itself or by its name (``qualname`` alone, or with its module)."""
         if isinstance(function, str):
             return self.name == function or self.name.partition(":")[2] == function
         return self.function is function or self.name == find_name(function, same_main=True)
 
 
 def describe(passage: Passage) -> SentMessage | None:
-    """The message as rules know it; None for messages of the runtime itself, and of calls that were given up."""
+    """The description of a message for rules; None for the runtime's own messages, and for calls that were given up."""
     kind, call, worker = passage.kind, passage.call, passage.record.name
     if kind == Kind.CANCEL:
         return SentMessage(MessageKind.CANCEL, worker)
@@ -96,7 +95,7 @@ def describe(passage: Passage) -> SentMessage | None:
 
 
 def _of_autograd(entry: FunctionEntry) -> bool:
-    """Whether a call is a step of a backward pass, or the end of a context: that of what users do, if not of theirs."""
+    """Whether a call is a step of a backward pass, or the end of a context: runtime calls that users cause."""
     return entry.name.startswith((_AUTOGRAD + ".", _AUTOGRAD + ":"))
 
 
@@ -120,7 +119,7 @@ def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMess
 
 
 def lane_of(passage: Passage) -> Lane | None:
-    """Messages of one lane keep their order; None: of a message that belongs to no call and counts no reference."""
+    """The lane of a message, which keeps its order; None for a message of no call and no reference counting."""
     peer, kind = passage.record.incarnation, passage.kind
     if kind in _OF_CALLERS:
         return peer, "caller", passage.call_id
@@ -134,12 +133,12 @@ def _counting(peer: str) -> Lane:
 
 
 class Lanes:
-    """Messages that wait, each lane in its order. Any thread."""
+    """Waiting messages, each lane in its order. Any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lanes: dict[Lane, deque[tuple[float, Callable[[], None]]]] = {}
-        # Held while messages are sent: those of a lane that is flushed meanwhile go behind them, and none goes twice.
+        # Held while messages are sent: a concurrent flush of the lane sends later ones after them, and none twice.
         self._lock = RLock()
 
     @property
@@ -148,7 +147,7 @@ class Lanes:
         return bool(self._lanes)
 
     def follow(self, lane: Lane, send: Callable[[], None]) -> bool:
-        """Send it behind what waits in its lane, or counts references; False if nothing does."""
+        """Queue it after waiting messages of its lane or of reference counting; False if there are none."""
         with self._lock:
             waiting = self._lanes.get(self._lane_behind(lane))
             if waiting is not None:
@@ -156,7 +155,7 @@ class Lanes:
             return waiting is not None
 
     def hold(self, lane: Lane, delay: float, send: Callable[[], None]) -> None:
-        """Send it so many seconds later."""
+        """Send it later by some seconds."""
         with self._lock:
             lane = self._lane_behind(lane)
             waiting = self._lanes.setdefault(lane, deque())
@@ -173,7 +172,7 @@ class Lanes:
         self._engine.call_on_loop(self._engine.loop.call_later, delay, self._release, lane)
 
     def _release(self, lane: Lane) -> None:
-        """Send what is due of that lane, in order; on the loop."""
+        """Send the due messages of a lane, in order; on the loop."""
         with self._lock:
             waiting = self._lanes.get(lane)
             while waiting:
@@ -187,7 +186,7 @@ class Lanes:
             self._lanes.pop(lane, None)
 
     def flush(self) -> None:
-        """Send all that waits, at once."""
+        """Send all waiting messages at once."""
         with self._lock:
             lanes, self._lanes = self._lanes, {}
             for waiting in lanes.values():

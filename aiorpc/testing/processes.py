@@ -1,4 +1,4 @@
-"""A group whose workers are processes, for tests of what only a process shows: its death, its memory, its modules."""
+"""A group whose workers are processes, for tests of their death, memory and modules."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def process_cluster(
 
 
 def _live(name: str, options: RpcBackendOptions, pipe: Connection) -> None:
-    """What a process does: it joins, says so, and serves until the other end of the pipe is closed."""
+    """The main function of a process: join, report it, and serve until the other end of the pipe is closed."""
     try:
         init_rpc(name, rpc_backend_options=options)
     except Exception as error:

@@ -16,7 +16,7 @@ _USAGE = "usage: python -m aiorpc.compat.torch (script.py | -m module) [argument
 
 
 def main() -> None:
-    """Run what the command line names as the main program, with aiorpc in place."""
+    """Run the program of the command line as the main program, with aiorpc in place."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if arguments else sys.stderr)
@@ -25,7 +25,7 @@ def main() -> None:
         raise SystemExit(f"{_USAGE}\n-m needs the name of a module")
     lead(os.environ)
     install()
-    # For good, not as `runpy` has it: threads, and what runs at exit, may outlive the program's last line.
+    # Not undone as by `runpy`: threads and exit handlers may outlive the program's last line.
     sys.modules["__main__"] = ModuleType("__main__")
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
@@ -40,7 +40,7 @@ def _run_path(path: str) -> None:
         sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # as above
         return
-    absolute = os.path.abspath(path)  # as Python has it: a program that changes its directory is found all the same
+    absolute = os.path.abspath(path)  # absolute, as in Python: a program may change its directory
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(absolute)
     try:

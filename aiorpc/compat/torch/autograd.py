@@ -35,7 +35,7 @@ def _init(worker_id: int) -> None:
 
 
 class context:
-    """``with context() as context_id``: what is inside is recorded, on all workers. One at a time in a thread."""
+    """``with context() as context_id``: records the calls inside, on all workers. One at a time in a thread."""
 
     def __init__(self) -> None:
         self._inner = aiorpc_context()
@@ -62,7 +62,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def _run(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
-    """A pass. What a node of the graph raises is a RuntimeError, as torch's engine has it, with the worker's rank."""
+    """Run a pass. An error of a graph node becomes a RuntimeError with the worker's rank, as in torch."""
     try:
         run_pass(context_id, roots, retain_graph)
     except RpcError:
@@ -73,7 +73,7 @@ def _run(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
 
 def _rank_of(error: Exception) -> int:
-    """Of the worker where a pass failed, as the notes of the error name it; else ours."""
+    """The rank of the worker where a pass failed, by the notes of the error; by default ours."""
     node = registry.get()
     named = [part for note in getattr(error, "__notes__", ()) for part in re.findall(r"on worker '([^']*)'", note)]
     for info in node.worker_infos():
@@ -96,7 +96,7 @@ def backward_from_value(value: object, context_id: int, retain_graph: bool) -> N
 
 
 class SendFunction:
-    """What a message that left within a context has in the graph: the edges that its tensors came out of."""
+    """The graph's node of a message that left within a context: the edges of its tensors."""
 
     def __init__(self, edges: Sequence[Any]) -> None:
         self.next_functions: tuple[tuple[Any, Any], ...] = tuple((edge.node, edge.output_nr) for edge in edges)
@@ -107,7 +107,7 @@ class SendFunction:
 
 
 class DistAutogradContext:
-    """A context of this worker, as torch's tests and tools look at it."""
+    """A context of this worker, for torch's tests and tools."""
 
     def __init__(self, context: AutogradContext) -> None:
         self._context = context
@@ -121,14 +121,14 @@ class DistAutogradContext:
         return {peer.record.id for peer in self._context.known if peer.record is not None}
 
     def _send_functions(self) -> dict[int, SendFunction]:
-        """What has left, by the number of its message."""
+        """The sent messages, by number."""
         by_message: dict[int, list[object]] = {}
         for name, edge in list(self._context.sent.items()):
             by_message.setdefault(name.message, []).append(edge)
         return {number: SendFunction(edges) for number, edges in by_message.items()}
 
     def _recv_functions(self) -> dict[int, object]:
-        """What has come: a node that its tensors came out of, by a number of its own."""
+        """A node of each received message, by a number of its own."""
         by_message: dict[tuple[int, int], object] = {}
         for node, received in list(self._context.received.items()):
             by_message.setdefault((received.sender, received.name.message), node)
@@ -145,7 +145,7 @@ def _message_of(node: Any) -> tuple[int, int, int] | None:
 
 
 def follow(replaced: Replacements) -> None:
-    """From now on nodes of received tensors have torch's name, and those of one message are equal: torch has one."""
+    """Give nodes of received tensors torch's name, and make those of one message equal: torch has a single one."""
 
     def equal(node: Any, other: object) -> Any:
         if type(other) is not kind:
@@ -211,7 +211,7 @@ def _get_max_id() -> int:
 
 
 def _get_debug_info() -> dict[str, int]:
-    """How many contexts are open here, and how many passes are under way: numbers, where other figures are text."""
+    """The numbers of open contexts and of passes under way, as ints."""
     with contextlib.suppress(RpcUsageError):
         contexts = list(registry.get().gradients._contexts.values())
         passes = sum(len(each.parts) for each in contexts)

@@ -1,11 +1,10 @@
 """DistributedDataParallel inside of autograd contexts: its gradients are averaged, into the context.
 
-DDP averages when torch's engine accumulates into ``.grad``, and aiorpc's passes do not. So the gradients of its
-parameters go through that once more: they are given to the parameters themselves, on top of what the context has from
-earlier passes, as with torch (passes within ``no_sync()`` only add up, and the next one averages the sum). What DDP
-makes of them takes the place of that, and ``.grad`` has what it had before, when the worker's part in the pass is over;
-if it failed, the context keeps what it had. Hooks that a program registered on such a parameter run twice then. As with
-DDP alone, one pass at a time.
+DDP averages when torch's engine accumulates into ``.grad``, which aiorpc's passes do not. So the gradients of its
+parameters go through torch's engine once more, on top of the context's gradients of earlier passes, as in torch (passes
+within ``no_sync()`` only add up, and the next one averages the sum). When the worker's part in the pass is over, DDP's
+averages replace the gradients in the context, and ``.grad`` is restored; if the part failed, the context keeps its
+gradients. Hooks of a program on such a parameter run twice. As with DDP alone, one pass at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Gradients = Sequence[tuple[Tensor, Tensor]]
 
 
 class Averaging:
-    """What passes do to the parameters of DDP modules that were made since `follow`; the sink of workers."""
+    """The sink of workers: averages gradients of parameters of DDP modules that were made since `follow`."""
 
     def __init__(self) -> None:
         self._parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by identity
@@ -48,7 +47,7 @@ class Averaging:
         replaced.attribute(DistributedDataParallel, "__init__", init)
 
     def take(self, context: AutogradContext, leaves: Gradients) -> Gradients:
-        """A pass has gradients of these leaves: those that are not to be averaged."""
+        """Take gradients of leaves; returns those that are not to be averaged."""
         known = self._parameters
         mine = [pair for pair in leaves if id(pair[0]) in known] if known else []
         if not mine:
@@ -63,14 +62,14 @@ class Averaging:
         return [pair for pair in leaves if id(pair[0]) not in known]
 
     def _unused(self, mine: Gradients) -> Iterator[Tensor]:
-        """Besides these, parameters that DDP reduces, too: other ranks may have gradients of them."""
+        """The other parameters that DDP reduces: other ranks may have gradients of them."""
         modules = {self._modules.get(id(parameter)) for parameter, _ in mine}
         for module in modules:
             if module is not None and (module.find_unused_parameters or module.static_graph):
                 yield from (each for each in module.parameters() if id(each) in self._parameters)
 
     def finish(self, context: AutogradContext, failed: bool) -> Gradients:
-        """The averages, in place of which the context has nothing then; ``.grad`` is what it was before."""
+        """The averages, for the context; restores ``.grad``."""
         taken = []
         for parameter, before in self._held.pop(context, {}).values():
             if parameter.grad is not None and not failed:

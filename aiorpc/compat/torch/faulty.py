@@ -2,17 +2,15 @@
 
 Importing ``torch.distributed.rpc._testing`` registers the backend. Types of messages are named as torch names them:
 
-    PYTHON_CALL, SCRIPT_CALL                 a call; SCRIPT for operators of torch and script functions
-    PYTHON_REMOTE_CALL, SCRIPT_REMOTE_CALL   a call that creates a reference's value
-    PYTHON_RREF_FETCH_CALL, SCRIPT_...       the value of a reference is asked for; SCRIPT if an operator made it
-    FORWARD_AUTOGRAD_REQ                     any of these within an autograd context, whatever it is apart from that
-    BACKWARD_AUTOGRAD_REQ                    a step of a backward pass
-    CLEANUP_AUTOGRAD_CONTEXT_REQ             an autograd context has ended
-    RREF_FORK_REQUEST, RREF_CHILD_ACCEPT, RREF_USER_DELETE    counting of references
+    PYTHON_CALL, SCRIPT_CALL a call; SCRIPT for operators of torch and script functions PYTHON_REMOTE_CALL,
+    SCRIPT_REMOTE_CALL a call that creates a reference's value PYTHON_RREF_FETCH_CALL, SCRIPT_... the value of a
+    reference is asked for; SCRIPT if an operator made it FORWARD_AUTOGRAD_REQ any of these within an autograd context
+    BACKWARD_AUTOGRAD_REQ a step of a backward pass CLEANUP_AUTOGRAD_CONTEXT_REQ an autograd context has ended
+    RREF_FORK_REQUEST, RREF_CHILD_ACCEPT, RREF_USER_DELETE counting of references
 
-A call of a type that is to fail raises at its caller. torch sends the last four again until they arrive, after longer
-and longer pauses. aiorpc sends nothing twice, as its connections lose nothing: such a message arrives as late as the
-pauses of `num_fail_sends` attempts would have made it.
+A call of a failing type raises at its caller. torch sends the last four again until they arrive, after growing pauses.
+aiorpc's connections lose nothing, so it sends nothing twice: such a message is delayed by the pauses of
+`num_fail_sends` attempts.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _TYPES = _AGAIN | {
 # Seconds before the second attempt, and how much longer each further pause is.
 _FIRST_PAUSE, _GROWTH = 0.25, 1.5
 
-# The agent of torch's name is a worker like any other; its faults are rules beside it.
+# The agent of torch's name is an ordinary worker with rules for faults.
 FaultyTensorPipeAgent = TensorPipeAgent
 
 
@@ -76,7 +74,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class _Types:
-    """Says of messages what torch would call them."""
+    """Finds torch's types of messages."""
 
     def __init__(self) -> None:
         self._made_by_operators: set[tuple[int, int]] = set()
@@ -108,9 +106,9 @@ def _is_script(function: object) -> bool:
 
 
 def inject(faults: Faults, options: FaultyTensorPipeRpcBackendOptions) -> None:
-    """Make the rules that the options ask for."""
+    """Make the rules of the options."""
     types = _Types()
-    # Asked for each message, first of all: it also remembers which references operators have made.
+    # The first rule for each message: it also remembers references that operators have made.
     kinds = [*_CALLS, MessageKind.REFERENCE, MessageKind.CONTEXT, MessageKind.GRADIENT]
     failing = frozenset(options.messages_to_fail if options.num_fail_sends > 0 else ())
 

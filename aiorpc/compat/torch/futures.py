@@ -1,4 +1,4 @@
-"""Futures as torch has them: ``wait_all`` and ``collect_all`` that end with the first error, errors of ``then``."""
+"""torch's semantics of Futures: ``wait_all`` and ``collect_all`` end with the first error; errors of ``then``."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
 
 
 def error_of(future: AnyFuture) -> BaseException | None:
-    """The error of a completed Future, which counts as seen then; None if it has a value."""
+    """The error of a completed Future, marked as seen; None if it has a value."""
     return None if isinstance(future, Future) and future._error is None else outcome(future)[1]
 
 
 def wait_all(futures: Sequence[AnyFuture]) -> list[object]:
-    """Block until all are complete; their values in order. Raises the first error as soon as it is there."""
+    """Block until all are complete; returns their values in order. Raises the first error at once."""
     return [future.wait() for future in collect_all(futures).wait()]
 
 
 def torch_then(future: Future[Any], callback: Callable[[Future[Any]], object]) -> Future[Any]:
-    """``then`` as torch has it: whatever the callback raises is a RuntimeError; here it is also what it was."""
+    """torch's ``then``: an error of the callback is a RuntimeError; here it also keeps its own type."""
 
     def call(done: Future[Any]) -> Any:
         try:
@@ -67,9 +67,9 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], object]) -
 
 
 def error_of_call(function: str, error: BaseException) -> BaseException:
-    """The error of a call as torch has it: a RuntimeError; here it is also what it was, where there can be such a type.
+    """The error of a call, as in torch a RuntimeError; here it also keeps its own type, if such a type is possible.
 
-    An operator that was called with what it does not take has torch's text.
+    A call of an operator with wrong arguments has torch's text.
     """
     if foreign.is_a(error, RuntimeError):
         return error
@@ -90,7 +90,7 @@ _then = Future.then
 
 
 def _as_runtime_error(error: BaseException) -> BaseException | None:
-    """An equal error of a type that inherits from RuntimeError besides; None where there can be none."""
+    """An equal error of a type that also inherits from RuntimeError; None if there can be none."""
     kind = type(error)
     try:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

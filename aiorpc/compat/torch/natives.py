@@ -1,4 +1,4 @@
-"""Stand-ins of ``torch._C._distributed_rpc`` and ``_distributed_autograd``: ours where we have it, else torch's."""
+"""Stand-ins of ``torch._C._distributed_rpc`` and ``_distributed_autograd``: our names, and torch's for the rest."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _AUTOGRAD = (
 
 
 class _Native(ModuleType):
-    """A module with some names of ours; for all others it asks torch's."""
+    """A module with some names of ours; all others are torch's."""
 
     def __init__(self, real: ModuleType, ours: dict[str, object]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -68,7 +68,7 @@ class _Native(ModuleType):
 
 
 def modules() -> dict[str, ModuleType]:
-    """By the name of the module that they stand for."""
+    """The stand-ins, by the names of torch's modules."""
     ours = {name: getattr(rpc, name) for name in _RPC} | {name: getattr(api, name) for name in _API}
     return {
         "torch._C._distributed_rpc": _Native(torch._C._distributed_rpc, ours),

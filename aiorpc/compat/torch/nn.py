@@ -24,7 +24,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "generated_methods",
     "module_rref",
 )
-# torch refuses these, and programs may rely on that; aiorpc's own class has those that make sense.
+# torch refuses these, and programs may rely on it; aiorpc's own class has the useful ones.
 _REFUSED = ("children", "extra_repr", "load_state_dict", "modules", "named_children", "named_modules", "state_dict")
 _INSTEAD = {"parameters": ". Please use ``remote_parameters`` instead."}
 
@@ -67,10 +67,10 @@ class _RemoteModule(BaseModule):
 
 
 def _load(kind: type[_RemoteModule], on: object, device: str, module_rref: RRef[torch.nn.Module]) -> _RemoteModule:
-    """Has the attributes that torch's has then, in that order, and not those of a local module."""
+    """Set torch's attributes in torch's order, and none of a local module."""
     made = kind.__new__(kind)
     made.__dict__.update(on=on, device=device)
-    made.__dict__["is_device_map_set"] = False  # the property answers; this one is for who looks at the dictionary
+    made.__dict__["is_device_map_set"] = False  # for code that looks at the dictionary; the property hides it
     made.__dict__.update(is_scriptable=False, generated_methods=kind.generated_methods, module_rref=module_rref)
     made.__dict__.update((each.__name__, MethodType(each, made)) for each in kind.generated_methods)
     return made

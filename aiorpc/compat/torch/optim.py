@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer"]
 class DistributedOptimizer(BaseOptimizer):
     """See `aiorpc.optim.DistributedOptimizer`. A step without gradients does nothing, and there may be no parameters.
 
-    As with torch, ``lr`` is by default that of the functional optimizer that torch puts in place of some classes (the
+    As in torch, the default ``lr`` is the one of the functional optimizer that torch puts in place of some classes (the
     ``functional_optim_map`` of torch.distributed.optim.utils): 1e-2 for SGD, where torch.optim has 1e-3.
     """
 
@@ -48,7 +48,7 @@ class DistributedOptimizer(BaseOptimizer):
 
 
 def _default_lr(optimizer_class: Any) -> dict[str, Any]:
-    """As an argument; none where torch makes the class itself, or one of the two takes no ``lr``."""
+    """The default ``lr`` as an argument; none if torch uses the class itself, or one of the two takes no ``lr``."""
     from torch.distributed.optim.utils import functional_optim_map  # imports the module that this one stands for
 
     functional: Any = functional_optim_map.get(optimizer_class)

@@ -25,7 +25,7 @@ _reduce_module: Callable[[Any, Any], Any] = ScriptModule.__reduce_ex__
 
 
 def is_script(func: object) -> bool:
-    """Whether that is a function of TorchScript, perhaps marked with ``async_execution``."""
+    """Whether it is a function of TorchScript, perhaps marked with ``async_execution``."""
     return isinstance(getattr(func, "_wrapped_async_rpc_function", func), ScriptFunction)
 
 

@@ -1,4 +1,4 @@
-"""What stands in place of what."""
+"""Installs and removes the drop-in: the table of replaced modules and objects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MODULES: dict[str, ModuleType] = {
     "torch.distributed.rpc.server_process_global_profiler": server_process_global_profiler,
     "torch.distributed.autograd": autograd,
 }
-# Modules that others take one class from. They are slow to import, so only programs that want one pay for its package.
+# Modules with one replaced class. They are slow to import, so they are replaced when a program imports them.
 _CLASSES: dict[str, tuple[ModuleType, str]] = {
     "torch.distributed.optim.optimizer": (optim, "DistributedOptimizer"),
     "torch.distributed.nn.api.remote_module": (nn, "RemoteModule"),
@@ -76,7 +76,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Installation:
-    """What `install` has done. objects: see `_objects_of_torch`."""
+    """The state of an installation. objects: see `_objects_of_torch`."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -94,11 +94,11 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Put aiorpc in place of torch.distributed.rpc and what belongs to it; nothing happens if it is there already.
+    """Put aiorpc in place of torch.distributed.rpc and related modules. No effect if it is installed.
 
-    Modules of torch that were imported before get it, too; what a program's own modules imported from torch's before
-    stays torch's, so call this first. Children of ``multiprocessing`` install it before they import anything. Any
-    thread. RpcUsageError while torch's RPC is initialized.
+    It also changes torch's modules that were imported before. Names that a program's modules imported before stay
+    torch's, so call this first. Children of ``multiprocessing`` install it before they import anything. Any thread.
+    RpcUsageError while torch's RPC is initialized.
     """
     with _installation.lock:
         if installed():
@@ -110,7 +110,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back everything that `install` replaced. Nothing happens if it is not installed.
+    """Restore everything that `install` replaced. No effect if it is not installed.
 
     RpcUsageError while RPC is initialized.
     """
@@ -144,7 +144,7 @@ def _put_back() -> None:
 
 
 def _others_of_rpc() -> list[str]:
-    """Modules in torch's package that ours has not, like ``_testing``: each runtime imports its own."""
+    """Modules of torch's package that ours lacks, like ``_testing``: each runtime imports its own."""
     return [name for name in sys.modules if name.startswith("torch.distributed.rpc.") and name not in _MODULES]
 
 
@@ -169,7 +169,7 @@ def _replace(replaced: Replacements) -> None:
 
 
 def _objects_of_torch() -> _Objects:
-    """What modules of torch may have taken from those that are replaced, and ours: by the identity of torch's."""
+    """Objects of replaced modules that torch's modules may have imported, and ours: by the identity of torch's."""
     real = torch.distributed.rpc
     pairs: list[tuple[object, object]] = [
         (sys.modules[name], module) for name, module in _MODULES.items() if name in sys.modules

@@ -35,11 +35,11 @@ class ActorCritic(nn.Module):
 
 @dataclass
 class Fragment:
-    """Some steps of several games, side by side. Tensors are (steps, games) if nothing else is said.
+    """Some steps of several games, side by side. Tensors are (steps, games) by default.
 
-    states: (steps + 1, games, 4) float32, the last of which no action was chosen for. actions: int64. chosen: the
-    log-probabilities of the actions when they were chosen. rewards: float32. ended: bool, where a game was over with
-    that step, whether lost or at its limit. version: of the weights. scores: of the games that ended, their rewards.
+    states: (steps + 1, games, 4) float32; the last state has no action. actions: int64. chosen: the log-probabilities
+    of the actions when they were chosen. rewards: float32. ended: bool, whether the step ended the game, lost or at its
+    limit. version: of the weights. scores: the rewards of games that ended.
     """
 
     states: Tensor
@@ -57,7 +57,7 @@ class Fragment:
 
 
 class Games:
-    """Several games of CartPole-v1, played on and on; one that ends is followed by another."""
+    """Several games of CartPole-v1, played on and on; another game follows the end of a game."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._games = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in range(count)]
@@ -69,7 +69,7 @@ class Games:
 
     @torch.no_grad()
     def play(self, policy: ActorCritic, steps: int, version: int) -> Fragment:
-        """So many steps of each game by that policy, from where they stood."""
+        """Play some steps of each game by a policy, from the present states."""
         count = len(self._games)
         states = torch.empty(steps + 1, count, 4)
         actions = torch.empty(steps, count, dtype=torch.int64)

@@ -35,7 +35,7 @@ class AsyncAgent(AgentCore):
         if len(self._states) == self.observers:
             states, self._states, self._actions = self._states, {}, None
             future.set_result(self.act_together(states))
-        # One future for many waiters: a waiter that is cancelled must not cancel it for the others.
+        # One future for many waiters: a cancelled waiter must not cancel it for the others.
         return await asyncio.shield(future)
 
 

@@ -1,9 +1,8 @@
 """Start the workers of one machine as torchrun would, from a server process that imported torch once.
 
-A process costs seconds when it imports torch itself and milliseconds when it is forked from one that has. The
-server is multiprocessing's fork server: it has one thread, so a fork of it is safe, which a fork of a program that
-already computes is not. Each worker gets the variables that torchrun would set, so that a program meets its
-peers in the same way (``env://``) however it was started.
+Importing torch costs a process seconds; forking from a process with torch costs milliseconds. The server is
+multiprocessing's fork server: it has one thread, so forking it is safe, unlike forking a program that already computes.
+Each worker gets the variables that torchrun would set, and meets its peers in the same way (``env://``).
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class _Worker:
 
 
 def _stop(workers: Sequence[_Worker], patience: float) -> None:
-    """End all processes in bounded time, whatever they do."""
+    """End all processes in bounded time, even if they hang."""
     for worker in workers:
         if worker.process.is_alive():
             worker.process.terminate()
@@ -211,8 +210,8 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 def _reserved_port() -> Iterator[int]:
     """A free TCP port of the loopback interface, for the store of rank 0.
 
-    The socket stays bound, so that the system gives the port to nobody else, and does not listen, so that the store,
-    which sets SO_REUSEADDR as well, can.
+    The socket stays bound: the system gives the port to no other process. It does not listen: the store, which sets
+    SO_REUSEADDR as well, can.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -268,7 +267,7 @@ class _Supervisor:
 
     @staticmethod
     def _failure(failed: Sequence[_Worker]) -> WorkerFailed:
-        # One death makes the calls of all others fail: the one that left without a word is the cause.
+        # One death makes the calls of all others fail: the worker that left silently is the cause.
         failed = sorted(failed, key=lambda worker: not worker.died)
         parts = [f"{worker.title}: {worker.error}" for worker in failed]
         return WorkerFailed("\n".join(parts), [worker.name for worker in failed])
@@ -299,7 +298,7 @@ def _child(
 
 
 def settle_in(folder: str) -> None:
-    """Make a process that was just started one that ends with its launcher, and removes the folder of the run then."""
+    """Let a process that was just started end with its launcher, and remove the folder of the run then."""
     # Ctrl-C reaches the whole process group; the launcher ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, args=(folder,), name="end-with-launcher", daemon=True).start()
@@ -309,7 +308,7 @@ def settle_in(folder: str) -> None:
 
 
 def _end_with_launcher(folder: str) -> None:
-    """End this process when the launcher is gone, even by SIGKILL, so that neither workers nor files are left."""
+    """End this process when the launcher is gone, even by SIGKILL: no workers or files may be left."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()

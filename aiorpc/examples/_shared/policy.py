@@ -65,9 +65,9 @@ class Episode:
 
 
 class CartPole:
-    """CartPole-v1 played on and on; a game that ends is followed by the next one.
+    """CartPole-v1 played on and on; the next game follows the end of a game.
 
-    Playing a fixed number of steps keeps all observers in step, so that each batch of states is a full one.
+    Playing a fixed number of steps keeps all observers in step: each batch of states is full.
     """
 
     def __init__(self, seed: int) -> None:

@@ -36,7 +36,7 @@ class CannotDraw(RuntimeError):
 
 
 class _Least(NamedTuple):
-    """The smallest value that a field may have. why: what the error says behind it."""
+    """The smallest value that a field may have. why: the end of the error text."""
 
     field: str
     value: int
@@ -76,7 +76,9 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
             self.add_argument("--picture", metavar="FILE", help=f"draw {picture} into this PNG file")
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The arguments. Ends with a usage error if one cannot be: beyond its bounds, or a picture nobody can write."""
+        """The arguments. Ends with a usage error for an argument beyond its bounds, or a picture that cannot be
+        written.
+        """
         arguments = self.parse_args(argv)
         for field, value, why in self._least:
             if getattr(arguments, field) < value:
@@ -186,4 +188,4 @@ def figure(path: Path, width: float, height: float, *, grid: bool = False) -> It
         if grid:
             axes.grid(axis="y", color="0.9")
     path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path, dpi=150, format="png")  # whatever the file is called
+    made.savefig(path, dpi=150, format="png")  # regardless of the file's name

@@ -79,7 +79,7 @@ class ServerBase:
             self._gradients[trainer] = gradients
             self._note(loss)
             if len(self._gradients) == self._trainers:
-                # Added in the trainers' order, whatever the order they came in: a seed gives the same run again.
+                # Added in the trainers' order, not in order of arrival: a seed gives the same run again.
                 self._step([self._gradients[each] for each in sorted(self._gradients)])
                 self._gradients = {}
                 self._updated = Future()
@@ -91,7 +91,7 @@ class ServerBase:
         """The parameters after a step with the gradients of this trainer only."""
         with self._lock:
             self._note(loss)
-            # Its share of a whole step, so that as many images move the model as far as in batches.
+            # Its share of a whole step: the same number of images moves the model as far as in batches.
             self._step([[each / self._trainers for each in gradients]])
             # Copies, because another trainer's step may change the parameters while this reply is sent.
             return [each.detach().clone() for each in self.parameters]
@@ -170,7 +170,7 @@ def run_server(backend: Any, place: Place, settings: Settings) -> dict[str, Any]
 
 
 def role(place: Place, settings: Settings) -> dict[str, object] | None:
-    """One process of the run: rank 0 is the server, the others work as it tells them."""
+    """One process of the run: rank 0 is the server and directs the others."""
     backend = importlib.import_module(settings.backend_module)
     backend.rpc.init_rpc(worker_name(place.rank), rank=place.rank, world_size=place.world_size)
     result = run_server(backend, place, settings) if place.rank == 0 else None

@@ -67,7 +67,7 @@ class AgentCore:
 
     def act_together(self, states: dict[int, Tensor]) -> list[int]:
         """The actions of all observers, from one run of the policy."""
-        # Rows in the observers' order, whatever the order they came in: a seed gives the same run again.
+        # Rows in the observers' order, not in order of arrival: a seed gives the same run again.
         actions, log_probabilities = self.learner.choose(torch.stack([states[i] for i in range(self.observers)]))
         self._together.append(log_probabilities)
         return actions

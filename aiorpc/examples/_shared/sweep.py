@@ -56,7 +56,7 @@ def _cores() -> int:
 
 
 def _measure(run: Run, settings: Settings, world_size: int) -> dict[str, Any]:
-    """One row: both variants with this many workers, in turn, so that what else the machine does meets both."""
+    """One row: both variants with this many workers, in turn: other load of the machine affects both."""
     variants = {
         name: replace(settings, world_size=world_size, batch=name == "batched", show=False)
         for name in ("batched", "unbatched")

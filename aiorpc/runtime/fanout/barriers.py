@@ -1,8 +1,8 @@
 """Barriers: the members of a group wait for each other at the one with the lowest id.
 
-A barrier is known by its tag and the ids of its members. It is there from the first arrival until all have come, or
-no member waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
-first news that a member is gone; a member that gives up before is taken back, and may come again.
+A tag and the ids of the members name a barrier. It exists from the first arrival until all have come, or no member
+waits any more. That member's loop ends it: when the last member arrives, or when a member is gone. A member that gives
+up before leaves the barrier, and may come again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..calls.failures import came_from_afar
 from ..calls.functions import system
 from .home import Home
 
-_MOST, _MOST_MEMBERS = 256, 4096  # barriers at which one member waits here, and members of one
-# For the word who is missing a caller waits longer than the barrier itself, by this share of its time, and by so many
-# seconds at least and at most.
+_MOST, _MOST_MEMBERS = 256, 4096  # barriers where one member waits here; members of a barrier
+# A caller waits longer than the barrier's timeout, for the names of the missing members: by this share of the timeout,
+# and by so many seconds at least and at most.
 _SHARE, _LEAST_GRACE, _GRACE = 0.1, 0.5, 5.0
 
 
 def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[None]:
-    """This worker comes to a barrier of these members. Raises RpcUsageError, and what `Peers.number_of` raises."""
+    """This worker comes to a barrier of `peers`. Raises RpcUsageError, and the errors of `Peers.number_of`."""
     if type(tag) is not str or len(tag) > NAME_LIMIT:
         raise RpcUsageError(f"the tag of a barrier is a text of at most {NAME_LIMIT} characters, not {tag!r:.80}")
     home.engine.lifetime.check_begin()
     ids = {home.peers.number_of(peer): peer for peer in peers}
     if home.engine.id not in ids:
         raise RpcUsageError(
-            f"worker {home.engine.name!r} is no member of the group, so nobody waits for it at a barrier"
+            f"worker {home.engine.name!r} is no member of the group, so no member waits for it at a barrier"
         )
     patience = timeout + min(_GRACE, max(_LEAST_GRACE, _SHARE * timeout)) if timeout else 0.0
     host = ids[min(ids)]
@@ -50,7 +50,7 @@ def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[
 
 
 def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseException | None) -> BaseException | None:
-    """What the call has ended with, in words of barriers. host: where they wait."""
+    """The error of the call, in words of barriers. host: the member that keeps the barrier."""
     if error is None or came_from_afar(error):
         return error
     gone = host.gone or host.parting
@@ -66,16 +66,16 @@ def _in_words_of_barriers(host: Peer, what: str, timeout: float, error: BaseExce
 
 
 class _AtBarrier(RewordedFuture):
-    """This worker is at a barrier, or on its way there, until this settles."""
+    """The Future of a barrier: this worker is at it, or on its way, until it settles."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """As of any Future; but who is interrupted, as by Ctrl-C, comes away from the barrier, unless others wait.
+        """See `Future.wait`. An interrupt, such as Ctrl-C, also leaves the barrier, unless others wait here.
 
-        Else the Future could not be cancelled, and to come again would be refused for as long as this one is there.
+        Otherwise the worker could not come again while this Future waits.
         """
         try:
             super().wait(timeout)
-        except RpcError:  # its own, or that of waiting: refused, or for no longer
+        except RpcError:  # of the barrier, or of waiting
             raise
         except BaseException:
             if not self._waiters:
@@ -89,7 +89,7 @@ class _Key(NamedTuple):
 
 
 class _Barrier:
-    """One barrier. over: is settled with the ids of those that are gone; with none if all have come."""
+    """One barrier. over: its result has the ids of gone members; it is empty if all have come."""
 
     def __init__(self, over: asyncio.Future[tuple[int, ...]], watch: asyncio.Task[None]) -> None:
         self.over = over
@@ -103,10 +103,10 @@ class Barriers:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._barriers: dict[_Key, _Barrier] = {}
-        self._waits: Counter[int] = Counter()  # of each member, at how many of them it waits
+        self._waits: Counter[int] = Counter()  # by member: the number of barriers where it waits
 
     async def arrive(self, caller: int, tag: str, members: tuple[int, ...], timeout: float) -> None:
-        """A member has come, and waits. timeout: seconds, 0 for no limit. Raises what `PeerGroup.barrier` raises."""
+        """Wait for all members. timeout: seconds, 0 for no limit. Raises the errors of `PeerGroup.barrier`."""
         if caller not in members or self._home.engine.id != min(members) or len({*members}) < len(members):
             raise RpcUsageError("a member comes to a barrier of its own group, at the member with the lowest id")
         if self._waits[caller] >= _MOST:
@@ -128,7 +128,7 @@ class Barriers:
         if len(barrier.arrived) == len(members):
             self._end(key, barrier, ())
         try:
-            # Not `wait_for`: in Python 3.11 who was cancelled would still wait for some turns of the loop.
+            # Not `wait_for`: in Python 3.11 its cancellation takes some turns of the loop.
             async with asyncio.timeout(timeout or None):
                 gone = await asyncio.shield(barrier.over)
         except TimeoutError:
@@ -136,7 +136,7 @@ class Barriers:
                 missing = ", ".join(self._name(each) for each in members if each not in barrier.arrived)
                 text = f"barrier {tag!r} of {len(members)} workers: after {timeout:g} s {missing} had not come"
                 raise RpcTimeout(text, function="barrier", seconds=timeout) from None
-            gone = barrier.over.result()  # the last one came in the turn in which the time was up, and has gone on
+            gone = barrier.over.result()  # the last member came in the turn in which the time was up
         finally:
             self._waits[caller] -= 1
             if not self._waits[caller]:
@@ -161,7 +161,7 @@ class Barriers:
                 await anext(listener)
             if not over.done():
                 over.set_result(gone)
-        except StopAsyncIteration:  # this worker leaves, and those that wait hear of that
+        except StopAsyncIteration:  # this worker leaves, and tells the members
             pass
         finally:
             await listener.aclose()
@@ -176,7 +176,7 @@ class Barriers:
             who = self._home.peers.info(first)
             lost = PeerLost(f"{text}{who.name} was lost", worker=who.name, rank=who.id)
             failure = self._home.peers.by_id(first).gone
-            if isinstance(failure, PeerLost):  # else it did not let this worker in, which is a loss as well
+            if isinstance(failure, PeerLost):  # if not, it refused this worker, which is a loss as well
                 lost.host, lost.pid, lost.cause = failure.host, failure.pid, failure.cause
             raise lost
         raise PeerLeft(f"{text}{self._name(gone[0])} has shut down")
@@ -188,10 +188,10 @@ async def come_to_barrier(
     members: Annotated[list[int], Meta(min_length=1, max_length=_MOST_MEMBERS)],
     timeout: Annotated[float, Meta(ge=0)],
 ) -> None:
-    """Handler, on the member with the lowest id: the caller has come to a barrier. It is answered when all have."""
+    """Handler, at the member with the lowest id: the caller has come to a barrier. Answers when all have."""
     call = current_call.get()
     assert call is not None, "this function is a handler"
     if call.permits is not None:
         call.permits.check_resource("barrier", tag, "come")
-    node: Any = call.node  # a Node: there is nothing else
+    node: Any = call.node  # always a Node
     await node.barriers.arrive(call.caller_id, tag, tuple(members), timeout)

@@ -1,20 +1,20 @@
-"""A call to several workers, from when it is sent until all that is waited for has come.
+"""A call to several workers: it collects their outcomes until all have come, or its quorum is decided.
 
-Its states, and what leads from one to the next. `_came` has the outcomes in the order in which they came, and `_OVER`
-behind the last one that counts. The thread that enters an outcome looks whether it was the last one to wait for.
+The table has its states. `_came` has the outcomes in the order in which they came, with `_OVER` after the last one that
+counts. The thread that enters an outcome checks whether it was the last one needed.
 
     from    event                                                to
     OPEN    a member answers, or will not; others are left       OPEN
     OPEN    the last one does, without a quorum                  settled with Outcomes
-    OPEN    so many have given a value as the quorum asks for    settled with Outcomes; the rest is called off, missing
-    OPEN    too few are left for the quorum                      settled with GroupError; the rest is called off
-    OPEN    cancel                                               settled with RpcCancelled; the rest is called off
+    OPEN    the quorum of values is reached                      settled with Outcomes; the rest is cancelled: missing
+    OPEN    the quorum cannot be reached any more                settled with GroupError; the rest is cancelled
+    OPEN    cancel                                               settled with RpcCancelled; the rest is cancelled
 
 Invariants
-1. Each member has one outcome, the first that comes. What comes after it is over changes nothing.
-2. When it is settled no call of it is under way: those that were are called off, and their callees told so.
-3. Once it is over there are no references from here to the calls, nor from ended calls to here: what they have brought
-   is freed with the outcomes, without the garbage collector.
+1. Each member has one outcome, the first that comes. Outcomes after the end change nothing.
+2. When it settles, no call of it is under way: calls under way are cancelled, and their callees hear that.
+3. Once it is over, it does not refer to its calls, nor do ended calls refer to it: their values are freed with the
+   outcomes, without the garbage collector.
 4. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
 5. Several threads may bring outcomes at once, without a lock: each step is atomic, and changes nothing when repeated.
 """
@@ -40,7 +40,7 @@ from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
 
-#: Stands in `_came` in place of a member behind the last outcome that counts.
+#: Stands in `_came`, in place of a member, after the last outcome that counts.
 _OVER = -1
 
 
@@ -48,7 +48,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     """The Future of a call to several workers: its `Outcomes`, in the order of members.
 
     ``async for name, outcome in call`` gives them as they come; `Outcome.result` has the value or raises the error.
-    Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
+    Leaving the loop early, or cancelling the waiting task, cancels the calls under way.
     """
 
     _executor: Executor | None
@@ -60,10 +60,10 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     _twins = True
 
     def __init__(self, engine: Engine, function: str, names: Sequence[str], quorum: int | None, site: CallSite) -> None:
-        """quorum: how many values are enough; None waits for all members, whatever they answer.
+        """quorum: how many values are enough; None waits for an outcome of each member.
 
-        over: whether nothing more is to be sent, as enough have answered, or it was cancelled. calls: those to the
-        members, entered by the thread that sends them.
+        over: whether to send nothing more, because it is decided or cancelled. calls: of the members, entered by the
+        sending thread.
         """
         super().__init__()
         self._number: int = next(engine.numbers)
@@ -82,23 +82,23 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     # --- what comes -----------------------------------------------------------------------------------------------
 
     def _follow(self, place: int, call: Future[object]) -> None:
-        """The call to the member of that place is a Future of its own."""
+        """Follow the Future of a member's call."""
         call._when_settled(partial(self._take_from, place))
 
     def _take_from(self, place: int, call: Future[object]) -> None:
-        """The call to the member of that place has settled. As `take`."""
+        """A member's call has settled. Any thread."""
         call._mark_seen()
         if call._arrival is not None:
             self._arrivals[place] = call._arrival
         self._take(place, call._value, call._error)
 
     def _refused(self, place: int, error: BaseException) -> None:
-        """Nothing is sent to the member of that place, for that reason."""
-        # Without its frames, which hold what was to be sent, and this call.
+        """Enter an error in place of a call to a member: nothing is sent to it."""
+        # Without its frames, which hold the arguments and this call.
         self._take(place, None, foreign.with_traceback(error, None))
 
     def _take(self, place: int, value: object, error: BaseException | None) -> None:
-        """The member of that place has answered, or will not. Any thread; the first outcome counts."""
+        """Enter the outcome of a member. Any thread; the first outcome counts."""
         came = self._came
         if _OVER not in came:
             answered = error is None or came_from_afar(error)
@@ -109,7 +109,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
             self._wake()
 
     def _decided(self) -> bool:
-        """Whether so many values have come as are asked for, or so few are left that they will not."""
+        """Whether the quorum is reached, or cannot be reached any more."""
         quorum, members = self._quorum, len(self._names)
         if quorum is None or len(self._came) < min(quorum, members - quorum + 1):
             return False
@@ -118,7 +118,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         return values >= quorum or len(counted) - values > members - quorum
 
     def _counted(self) -> dict[int, Outcome[T]]:
-        """The outcomes that count, or do so far, by the places of the members, in the order in which they came."""
+        """The outcomes that count so far, by the places of the members, in the order in which they came."""
         counted: dict[int, Outcome[T]] = {}
         for place, outcome in self._came.copy().items():
             if outcome is None:
@@ -127,7 +127,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         return counted
 
     def _end(self) -> None:
-        """Enough has come. It may run more than once, and in several threads at once: all find the same outcomes."""
+        """Settle it. May run more than once, also in several threads at once: all find the same outcomes."""
         self._came.setdefault(_OVER, None)
         outcomes = Outcomes(self._call_off(), self._function)
         if self._arrivals:
@@ -143,18 +143,18 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
                 outcomes._watch(self._describe())
             self._settle(outcomes)
         finally:
-            if self._value is not outcomes:  # it is settled with others, or is about to be
+            if self._value is not outcomes:  # another thread settles it
                 outcomes._mark_seen()
 
     def _twin(self, value: Outcomes[T]) -> Outcomes[T]:
         return value._twin()
 
     def _call_off(self, why: str = "") -> list[Outcome[T]]:
-        """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members.
+        """Cancel the calls under way and forget all calls. Returns the outcomes, in the order of members.
 
-        why: by default what the outcomes say, as there are values enough for the quorum or there will not be.
+        why: the reason; by default whether the quorum is reached or failed.
         """
-        self._over = True  # first: who enters a call looks at it after that
+        self._over = True  # set first: `send_all` checks it after it enters a call
         counted = self._counted()
         if not why:
             values = len([1 for outcome in counted.values() if outcome.error is None])
@@ -179,12 +179,12 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         self._wake()
 
     def _end_overdue(self, now: float) -> float:
-        """As of any Future."""
+        """See `Future`."""
         return min((call._end_overdue(now) for call in list(self._calls.values())), default=float("inf"))
 
     @property
     def _waiters(self) -> int:
-        """Who waits for it now, those among them that wait for the next outcome."""
+        """How many wait for it now, or for its next outcome."""
         return super()._waiters + len(self._listeners)
 
     # --- as they come -------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         given = 0
         try:
             while True:
-                over = self.done()  # looked at first: no outcome comes after that
+                over = self.done()  # read first: no outcome comes after it
                 for place, outcome in list(self._counted().items())[given:]:
                     given += 1
                     arrival = self._arrivals.get(place)
@@ -212,13 +212,13 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
                 self._value._mark_seen()
 
     async def _more(self, given: int) -> None:
-        """Wait until more outcomes have come than these, or it is settled."""
+        """Wait until more than `given` outcomes have come, or it is settled."""
         loop = asyncio.get_running_loop()
         listener = loop, loop.create_future()
         self._listeners.append(listener)
         watched: Watched | None = None
         try:
-            if len(self._counted()) == given and not self.done():  # looked at after it was entered
+            if len(self._counted()) == given and not self.done():  # checked after entering the listener
                 if loop is not self._loop:
                     watched = oversee(self, *listener)
                 await listener[1]
@@ -234,7 +234,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
 
 
 class _Arrivals:
-    """The tensors of several answers that are still being made on streams of devices."""
+    """Tensors of several answers that streams of devices still make."""
 
     def __init__(self, arrivals: Sequence[ArrivalForFuture]) -> None:
         self._arrivals = arrivals

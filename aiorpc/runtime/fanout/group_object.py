@@ -17,8 +17,7 @@ from .outcomes import Outcomes
 from .proxies import GroupProxy
 from .rref_group import RRefGroup
 
-#: Calls a method of all of them. It is given the verb, the seconds (negative for those of the group), the method, its
-#: arguments, and where the call was made.
+#: Calls a method of all objects: verb, seconds (negative for the group's), method, its arguments, site of the call.
 Caller = Callable[[str, float, ObjectMethod, Args, Kwargs, CallSite], Any]
 
 
@@ -69,10 +68,10 @@ class GroupObject:
         return GroupObject(self._name, self._call)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce__()  # else it would be that of the proxy
+        self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """It makes calls of this worker, of which there is none elsewhere."""
+        """Not supported: it makes calls of this worker."""
         raise stays_here(self, f"rpc.group(...).object({self._name!r})")
 
     def __repr__(self) -> str:

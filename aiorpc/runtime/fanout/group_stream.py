@@ -1,8 +1,7 @@
 """The streams of several workers as one: items as they come, each with the name of the worker that made it.
 
-A turn takes what one of the streams has, and waits for all of them at once where none has anything. Nothing but that is
-awaited, and nothing runs beside the turns, so each of them may be on another loop, and one that is cancelled has taken
-nothing.
+A turn takes an item of one stream, or waits for all of them at once if none has an item. No task runs between turns, so
+each turn may be on another loop, and a cancelled turn has taken nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
     """``async for name, item in stream``, or ``for`` in a thread that may block.
 
     Leaving the loop early stops the producers; ``async with`` and ``with`` do so at once. Each producer stops while the
-    consumer does, by the credit of its own stream. One consumer at a time: on any running loop, or in a thread.
+    consumer does, because its own stream limits the items under way. One consumer at a time: on any running loop, or in
+    a thread.
     """
 
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream[T_co]]]) -> None:
         super().__init__(engine)
         self._function = function
         self._streams = streams
-        self._left = deque(range(len(streams)))  # the places of those that have not ended, whose turn it is first
-        self._outcomes: dict[int, Outcome[T_co]] = {}  # of those that have
+        self._left = deque(range(len(streams)))  # places of streams that have not ended; the next turn's first
+        self._outcomes: dict[int, Outcome[T_co]] = {}  # of streams that have ended
         self._waits = self._over = False
 
     async def __anext__(self) -> tuple[str, T_co]:
-        """The next item of any member. GroupError behind the last one, with the errors of those that failed.
+        """The next item of any member. Raises GroupError after the last one, with the errors of failed members.
 
         Cancellation takes no item: the next call returns it.
         """
@@ -71,7 +71,7 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
         self._outcomes[place] = Outcome(name, None, error, error is None or came_from_afar(error))
 
     async def _wait(self) -> None:
-        """Until one of them has something, or its time is up, which ends it."""
+        """Wait until a stream has an item. A stream whose time is up ends."""
         self._engine.refuse_idle_loop("to await an item of this stream", "async for")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -79,7 +79,7 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
         try:
             for _, stream in streams:
                 stream._attend((loop, future))
-            if any(stream._ready for _, stream in streams):  # it came between the look and the registration
+            if any(stream._ready for _, stream in streams):  # it came before the registration
                 return
             patience = min(stream._patience() for _, stream in streams)
             async with asyncio.timeout(None if patience == float("inf") else patience):
@@ -105,11 +105,11 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
         """Stop all producers and drop what has arrived. Idempotent; does not wait for the producers."""
         self._came.clear()
         self._over = True
-        for _, stream in self._streams:  # a turn that waits meanwhile finds the end
+        for _, stream in self._streams:  # ends a waiting turn
             await stream.aclose()
 
     def __reduce__(self) -> NoReturn:
-        """As of the streams in it."""
+        """Not supported, as for `Stream`."""
         raise RpcUsageError(
             "a stream of a group has one consumer, and cannot be copied, pickled or sent; open one for each, or send "
             "the items"
@@ -117,7 +117,7 @@ class GroupStream(BlockingIterator[tuple[str, T_co]]):
 
 
 class _Taken(NamedTuple):
-    """What a turn of one stream has given. ended: that was the last of it, with an error or without."""
+    """The result of a turn of one stream. ended: the stream has ended, with an error or without."""
 
     value: Any = None
     ended: bool = False
@@ -125,7 +125,7 @@ class _Taken(NamedTuple):
 
 
 async def _take(stream: Stream[object]) -> _Taken:
-    """A turn of a stream that need not wait. Not a method: the traceback of an error would hold the whole group."""
+    """A turn of a ready stream. Not a method: the traceback of an error would hold the whole group."""
     try:
         return _Taken(await anext(stream))
     except StopAsyncIteration:

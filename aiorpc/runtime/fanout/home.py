@@ -15,7 +15,7 @@ from ..references.references import References
 
 
 class Home(CommonHome, Protocol):
-    """See the module."""
+    """The part of a `Node` that calls to several workers use."""
 
     peers: Peers
     events: Events

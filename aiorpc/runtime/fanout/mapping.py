@@ -1,4 +1,4 @@
-"""One call for each of many items, of which a bounded number is under way; results in the order of the items."""
+"""One call for each of many items, a bounded number of them under way; results in the order of the items."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Ahead = Callable[[], int]
 class GroupMap(AsyncIterator[T], Iterator[T]):
     """The results of ``call(item)``, in the order of items: ``async for``, or ``for`` in a thread that may block.
 
-    What getting an item or its result raises is raised in its place, and ends it. Leaving the loop early, `close`,
-    ``with`` and ``async with`` call off what is under way. One task or thread takes results, in one of the two ways.
+    The error of an item or of its call is raised in its place, and ends the map. Leaving the loop early, `close`,
+    ``with`` and ``async with`` cancel the calls under way. One task or thread takes results, in one of the two ways.
     """
 
     def __init__(self, engine: Engine, call: _Call[T], items: _Items, ahead: _Ahead) -> None:
-        """ahead: how many may be under way, or wait to be taken, at a time. RpcUsageError for what has no items."""
+        """ahead: returns how many calls may be under way or wait to be taken. Raises RpcUsageError."""
         if not isinstance(items, (Iterable, AsyncIterable)):
             raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
         self._engine = engine
@@ -41,7 +41,7 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
     async def __anext__(self) -> T:
         """The next result. Cancellation takes none: the next call returns it.
 
-        RpcUsageError while another task waits for one, and on another loop than that of the first turn.
+        RpcUsageError while another task waits for a result, and on another loop than the first turn's.
         """
         if self._blocking is not None:
             raise RpcUsageError("results of this map() are taken by `for` already")
@@ -77,20 +77,20 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
         return next(self._blocking)
 
     async def aclose(self) -> None:
-        """Call off what is under way, and give no more results. Idempotent."""
+        """Cancel the calls under way, and give no more results. Idempotent."""
         self._closed = True
         if self._window is not None:
             self._window.stop()
             await self._window.ended()
 
     def __del__(self) -> None:
-        window = self.__dict__.get("_window")  # None for one that is only half made
+        window = self.__dict__.get("_window")  # None if `__init__` has failed
         if window is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 window.loop.call_soon_threadsafe(window.stop)
 
     def close(self) -> None:
-        """The same where results are taken by ``for``."""
+        """The same for a map whose results are taken by ``for``."""
         if self._blocking is None:
             self._blocking = _blocking(self._call, (), self._ahead)
         self._blocking.close()
@@ -108,12 +108,12 @@ class GroupMap(AsyncIterator[T], Iterator[T]):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """It makes calls of this worker, for one who takes their results."""
+        """Not supported: it makes calls of this worker."""
         raise RpcUsageError("what map() gives cannot be copied, pickled or sent; take its results, and send those")
 
 
 def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generator[T]:
-    """In the thread that takes the results: items are got there as well."""
+    """The results for a ``for`` loop. Items are taken in the same thread."""
     begun: deque[Future[T]] = deque()
     source: Iterator[object] | None = None
     failure: BaseException | None = None
@@ -129,7 +129,7 @@ def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generat
                 begun.append(call(next(source)))
             except StopIteration:
                 break
-            except Exception as error:  # in its place: those before it come first
+            except Exception as error:  # raised in its place: earlier results come first
                 failure = error
                 break
         while begun:
@@ -146,18 +146,18 @@ def _blocking(call: _Call[T], items: Iterable[object], ahead: _Ahead) -> Generat
 class _Window(Generic[T]):
     """The calls of a map that are under way or wait to be taken, in the order of items. On one loop.
 
-    A task of its own takes the items, so that a turn that is cancelled disturbs neither items nor results. It holds
-    this window and not the map: dropping the map ends both.
+    A task of its own takes the items, so a cancelled turn disturbs neither items nor results. It holds this window and
+    not the map: dropping the map ends both.
     """
 
     def __init__(self, call: _Call[T], items: _Items, ahead: _Ahead) -> None:
         self.loop = asyncio.get_running_loop()
         self._call, self._items, self._ahead = call, items, ahead
         self._begun: deque[Future[T]] = deque()
-        self._watched: Future[T] | None = None  # the last one that `_tell` was registered at
+        self._watched: Future[T] | None = None  # has `_tell` as a callback
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._over = False  # whether no call follows
-        self._failure: BaseException | None = None  # raised behind the last result
+        self._failure: BaseException | None = None  # raised after the last result
         self._task: asyncio.Task[None] | None = None
 
     def start(self, kept: set[object]) -> None:
@@ -167,7 +167,7 @@ class _Window(Generic[T]):
         self._task.add_done_callback(kept.discard)
 
     async def next(self) -> T:
-        """The next result; then what ended the map. Nothing is taken before the last `await`."""
+        """The next result; after the last one, the error that ended the map."""
         while True:
             self._news.clear()  # first: a call may be done by now
             if self._begun:
@@ -201,7 +201,7 @@ class _Window(Generic[T]):
             await asyncio.wait((self._task,))
 
     def stop(self) -> None:
-        """Call off what is under way."""
+        """Cancel the calls under way."""
         self._over = True
         if self._task is not None:
             self._task.cancel()
@@ -221,7 +221,7 @@ class _Window(Generic[T]):
                 self._begun.append(self._call(item))
                 self._news.set()
         except BaseException as error:
-            if not self._over:  # else it was stopped
+            if not self._over:  # if over, `stop` cancelled this
                 self._failure = error
         self._over = True
         self._news.set()

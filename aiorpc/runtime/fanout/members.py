@@ -1,4 +1,4 @@
-"""Which workers a group of peers means: some that were named, or those that a pattern or a role means at the moment."""
+"""The workers of a group of peers: a list of them, or those that fit a pattern or a role at the moment."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Members(Protocol):
     def count(self) -> int | None: ...
 
     def now(self) -> list[Peer]:
-        """Those there are at this moment, in their order. UnknownWorker if there are none."""
+        """The present members, in their order. Raises UnknownWorker if there are none."""
 
     def describe(self) -> str:
         """Who they are, for errors."""
 
 
 class NamedMembers:
-    """The workers of a list, in its order; each stays a member, also where it has died and comes back."""
+    """The workers of a list, in its order. A worker stays a member even if it dies and comes back."""
 
     def __init__(self, home: Home, named: Sequence[To]) -> None:
-        """Raises RpcUsageError for an empty list or a worker that is in it twice, and what `Peers.find` raises."""
+        """Raises RpcUsageError for an empty list or a worker that is in it twice, and the errors of `Peers.find`."""
         self._home = home
         self._named = tuple(named)
         if not self._named:
@@ -49,7 +49,7 @@ class NamedMembers:
         self.count: int = len(seen)
 
     def now(self) -> list[Peer]:
-        """Those of the list, whether they live or not."""
+        """All workers of the list, whether they live or not."""
         find = self._home.peers.find
         return [find(to) for to in self._named]
 
@@ -60,7 +60,7 @@ class NamedMembers:
 
 
 class ChosenMembers:
-    """The live workers that fit a pattern and have a role, by id: who joins is a member, and who leaves is none.
+    """The live workers that fit a pattern and have a role, by id, as workers join and leave.
 
     pattern: as file names have (``*``, ``?``, ``[abc]``). role: None for any.
     """
@@ -75,14 +75,14 @@ class ChosenMembers:
         self._fits = re.compile(translate(pattern)).match
 
     def now(self) -> list[Peer]:
-        """Those that are there. UnknownWorker if there are none."""
+        """The live workers that fit. Raises UnknownWorker if there are none."""
         role, fits, home = self._role, self._fits, self._home
         live = home.group.live()
         chosen = [record for record in live if (role is None or record.role == role) and fits(record.name)]
         if not chosen:
             there = ", ".join(sorted(f"{each.name} ({each.role})" if each.role else each.name for each in live))
             raise UnknownWorker(f"no worker is in the group {self.describe()}, and nothing was sent; there are {there}")
-        # As programs know them: who has taken the place of another one stands where that stood.
+        # By rank: a worker that took the place of another one stands where that stood.
         chosen.sort(key=operator.attrgetter("rank"))
         return [home.peers.of(record) for record in chosen]
 
@@ -92,7 +92,7 @@ class ChosenMembers:
 
 
 def make_members(home: Home, to: str | Sequence[To] | None, role: str | None) -> Members:
-    """The members that `aiorpc.group` is asked for. RpcUsageError for what names none, or in two ways."""
+    """The members for the arguments of `aiorpc.group`. Raises RpcUsageError for invalid ones."""
     if to is None and role is None:
         raise RpcUsageError("group() takes a pattern, a list of workers, or role=; all workers are group('*')")
     if to is None or isinstance(to, str):

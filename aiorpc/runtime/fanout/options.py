@@ -23,7 +23,7 @@ class GroupOptions(NamedTuple):
 
 
 def check_quorum(quorum: object) -> Quorum | None:
-    """A number of members, or a share of them above 0 and up to 1.0; None as it is. RpcUsageError for all else."""
+    """Return a valid quorum: None, a number of members, or a share above 0 and up to 1.0. If not, RpcUsageError."""
     if quorum is None or (type(quorum) is int and quorum >= 1) or (type(quorum) is float and 0.0 < quorum <= 1.0):
         return quorum
     raise RpcUsageError(
@@ -32,7 +32,7 @@ def check_quorum(quorum: object) -> Quorum | None:
 
 
 def count_of(quorum: Quorum | None, members: int) -> int | None:
-    """How many of so many members a quorum asks for. RpcUsageError if it is more than there are."""
+    """The number of members that a quorum needs. Raises RpcUsageError if it is more than `members`."""
     if type(quorum) is float:
         return share_of(quorum, members)
     if quorum is not None and quorum > members:

@@ -1,4 +1,4 @@
-"""What became of a call to several workers: for each of them its value, or its error."""
+"""The outcomes of a call to several workers: for each its value or its error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GONE = (PeerLost, PeerLeft, PeerRefused)
 class Outcome(NamedTuple, Generic[T_co]):
     """What one member answered. name: the member. value: what its function returned; None if there is an error.
 
-    error: what it raised, or why there is no answer; None for a value. answered: whether value or error came from it.
+    error: its error, or why there is no answer; None for a value. answered: whether value or error came from it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Outcome(NamedTuple, Generic[T_co]):
         if self.error is None:
             return cast(T_co, self.value)
         try:
-            raise foreign.with_traceback(self.error, None)  # not with that of the last time
+            raise foreign.with_traceback(self.error, None)  # without an earlier traceback
         finally:
             del self  # the traceback holds this frame
 
@@ -41,15 +41,14 @@ class Outcome(NamedTuple, Generic[T_co]):
 
     @property
     def missing(self) -> bool:
-        """Whether there is no answer of it though it may live: it was late, not waited for, or could not be asked."""
+        """Whether a member that may live gave no answer: it was late, not waited for, or could not be asked."""
         return not self.answered and not self.lost
 
 
 class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
-    """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is.
+    """The outcomes of all members, in the order of members; ``outcomes["a0"]`` and ``outcomes[0]`` give one.
 
-    Without a quorum an error that was not looked at is logged, as that of a call is; to look at any of the outcomes
-    is enough.
+    Without a quorum, errors are logged if the program looks at none of the outcomes, as for a single call.
     """
 
     def __init__(self, outcomes: Sequence[Outcome[T_co]], function: str) -> None:
@@ -58,12 +57,12 @@ class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
         self._unobserved: Unobserved | None = None
 
     def _watch(self, what: str) -> None:
-        """Log it if the errors are not looked at. what: names them in the log."""
-        # Without the errors themselves: the twin has it, too.
+        """Log the errors if the program looks at none of the outcomes. what: names the call in the log."""
+        # Without the errors themselves: the twin shares it.
         self._unobserved = Unobserved(what, GroupError(str(self._failure(f"of {len(self)} members"))))
 
     def _twin(self) -> Outcomes[T_co]:
-        """The same, with errors that are never raised: these have no tracebacks."""
+        """A copy whose errors are never raised and get no tracebacks."""
         if all(outcome.error is None for outcome in self._all):
             return self
         twin = Outcomes([outcome._replace(error=_twin_of(outcome.error)) for outcome in self._all], self._function)
@@ -81,19 +80,19 @@ class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
         return self._all
 
     def values(self) -> list[T_co]:
-        """The values of all members, in their order. GroupError with the errors of those that have none."""
+        """The values of all members, in their order. Raises GroupError with the errors of members without a value."""
         if any(outcome.error is not None for outcome in self._outcomes):
             raise self._failure(f"of {len(self)} members")
         return [cast(T_co, outcome.value) for outcome in self._outcomes]
 
     @property
     def answers(self) -> dict[str, T_co]:
-        """The values that there are, by the names of the members."""
+        """The values, by the names of the members that gave one."""
         return {outcome.name: cast(T_co, outcome.value) for outcome in self._outcomes if outcome.error is None}
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """The errors in place of values, by the names of the members; the lost and the missing are among them."""
+        """The errors, by the names of the members; those of lost and missing members are among them."""
         return {outcome.name: outcome.error for outcome in self._outcomes if outcome.error is not None}
 
     @property
@@ -103,11 +102,11 @@ class Outcomes(Sequence[Outcome[T_co]], Generic[T_co]):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names of the members of which there is no answer, though they may live. See `Outcome.missing`."""
+        """The names of the members that may live and gave no answer. See `Outcome.missing`."""
         return tuple(outcome.name for outcome in self._outcomes if outcome.missing)
 
     def _failure(self, wanted: str) -> GroupError:
-        """The error that tells who gave no value. wanted: of how many values, in words."""
+        """The error that names the members without a value. wanted: of how many values, in words."""
         failed = [outcome for outcome in self._all if outcome.error is not None]
         shown = ", ".join(f"{outcome.name!r}: {_said(outcome)}" for outcome in failed[:4])
         rest = f", and {len(failed) - 4} more" if len(failed) > 4 else ""
@@ -165,9 +164,9 @@ def _said(outcome: Outcome[object]) -> str:
 
 
 def _as_exception(error: BaseException | None) -> Exception:
-    """For the group of errors, which holds nothing else."""
+    """An error as an Exception, for an ExceptionGroup."""
     if foreign.is_a(error, Exception):
-        return error  # type: ignore[return-value]  # as was just seen, past what its class may say of itself
+        return error  # type: ignore[return-value]  # checked above, past what its class may claim
     assert error is not None
     wrapped = RpcError(foreign.said(error))
     wrapped.__cause__ = error

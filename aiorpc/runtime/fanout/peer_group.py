@@ -1,4 +1,4 @@
-"""What `aiorpc.group` returns: several workers, as they are called together."""
+"""`PeerGroup`, which `aiorpc.group` returns: several workers that are called together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PeerGroup:
     """Several workers, with options for the calls made to them; see `aiorpc.group`. Any thread."""
 
     def __init__(self, home: Home, members: Members, options: GroupOptions) -> None:
-        """Raises RpcUsageError for a quorum that a list of so many workers cannot have."""
+        """Raises RpcUsageError for a quorum larger than a list of workers."""
         self._home = home
         self._members = members
         self._options = options
@@ -49,7 +49,7 @@ class PeerGroup:
 
     @property
     def members(self) -> list[WorkerInfo]:
-        """Name and id of each member that there is now, in the order of members. UnknownWorker if there are none.
+        """Name and id of each present member, in the order of members. Raises UnknownWorker if there are none.
 
         The id of a worker that has not joined yet is -1.
         """
@@ -69,12 +69,12 @@ class PeerGroup:
     def call(self, function: Function, /, *args: Arg, **kwargs: Arg) -> GroupCall[Any]:
         """Run ``function(*args, **kwargs)`` on every member; starts at once. Awaiting it gives `Outcomes`.
 
-        ``async for name, outcome in group.call(...)`` gives those of the members as they come. Arguments are encoded
-        once for all of them. A member that fails, dies or is late has its error in its outcome; awaiting raises
-        GroupError only where a quorum of values cannot be had. Cancelling it cancels what is under way.
+        ``async for name, outcome in group.call(...)`` gives the outcomes as they come. Arguments are encoded once for
+        all members. The outcome of a member that fails, dies or is late has the error; awaiting raises GroupError only
+        if a quorum of values cannot be reached. Cancelling it cancels the calls under way.
 
-        Raised here, with nothing sent: UnknownWorker where no worker is in the group, SerializationError, RpcUsageError
-        for a quorum that is larger than the group and for what is no function, WorkerClosed.
+        Raised here, with nothing sent: UnknownWorker if no worker is in the group, SerializationError, RpcUsageError
+        for a quorum larger than the group or an argument that is not a function, WorkerClosed.
         """
         return self._call(function, args, kwargs, self._options, call_site(sys._getframe(1)))
 
@@ -116,9 +116,9 @@ class PeerGroup:
         timeout: float = -1.0,
         quorum: Quorum | None = None,
     ) -> GroupCall[Any]:
-        """`call` with torch's arguments. timeout: seconds, negative for that of the group, 0 for no limit.
+        """`call` with torch's arguments. timeout: seconds, negative for the group's, 0 for no limit.
 
-        quorum: as of `aiorpc.group`, whose it is if None.
+        quorum: see `aiorpc.group`; None for the group's.
         """
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
             args, kwargs = check_arguments(args, kwargs)
@@ -211,10 +211,10 @@ class PeerGroup:
     def any(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
 
-        That is the member with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
-        goes to the one that is the least busy then.
+        The least busy member has the fewest calls of this worker under way; equals take turns. With ``retries=`` each
+        try goes to the member that is the least busy then.
 
-        Raised here, with nothing sent: what `aiorpc.call` raises, and Overloaded.
+        Raised here, with nothing sent: the errors of `aiorpc.call`, and Overloaded.
         """
         return self._call_one(function, args, kwargs, call_site(sys._getframe(1)))
 
@@ -227,7 +227,7 @@ class PeerGroup:
         *,
         met: bool = False,
     ) -> Future[Any]:
-        """What `any` does. site: where the call was made. met: as of `Retries.call`."""
+        """See `any`. site: where the call was made. met: as of `Retries.call`."""
         options, home = self._options, self._home
         if options.retry.retries:
             return home.retries.call(
@@ -256,11 +256,11 @@ class PeerGroup:
         """``async for result in group.map(function, items)``: ``function(item)`` for each, on the least busy member.
 
         ``for`` does the same in a thread that may block. Results come in the order of items. At most two items for each
-        member are under way or wait to be taken (back-pressure), so items are taken as results are. An item that fails
-        raises its error in its place; with ``retries=`` one whose member was lost goes to another member. Leaving the
-        loop early cancels what is under way.
+        member are under way or wait to be taken (back-pressure), so the map takes items only as the program takes
+        results. An item that fails raises its error in its place; with ``retries=`` an item whose member was lost goes
+        to another member. Leaving the loop early cancels the calls under way.
 
-        Raised here, with nothing sent: RpcUsageError for what is no iterable.
+        Raised here, with nothing sent: RpcUsageError if `items` is not iterable.
         """
         site, many = call_site(sys._getframe(1)), 0
 
@@ -288,9 +288,9 @@ class PeerGroup:
         ``for`` does the same in a thread that may block. The items of one member are in their order. A member that
         fails or is lost does not end the others. The timeout is for each item.
 
-        Raised here: what `aiorpc.stream` raises; RpcUsageError for groups with ``retries=``.
+        Raised here: the errors of `aiorpc.stream`; RpcUsageError for groups with ``retries=``.
 
-        Raised behind the last item: GroupError, if members failed.
+        Raised after the last item: GroupError, if members failed.
         """
         return self._stream(function, args, kwargs, self._options.timeout)
 
@@ -321,7 +321,7 @@ class PeerGroup:
     def remote(self, function: Function, /, *args: Arg, **kwargs: Arg) -> RRefGroup[Any]:
         """References to the results of ``function(*args, **kwargs)`` on each member, to be called together.
 
-        Raises what `aiorpc.remote` raises, and refuses groups with ``retries=``.
+        Raises the errors of `aiorpc.remote`, and RpcUsageError for groups with ``retries=``.
         """
         return self._remote(function, args, kwargs, self._options.timeout)
 
@@ -335,15 +335,15 @@ class PeerGroup:
     ) -> RRefGroup[object]:
         self._refuse_retries("remote")
         made, create = [], self._home.references.create
-        for peer in self._members.now():  # no comprehension: until Python 3.12 that is a frame more
+        for peer in self._members.now():  # a comprehension has a frame of its own before Python 3.12
             made.append((peer.name, create(peer, function, args, kwargs, timeout, depth=depth)))
         return RRefGroup(self._home, made, self._options)
 
     def object(self, name: str) -> GroupObject:
-        """The objects that the members serve under that name, to be called together; nothing is sent.
+        """The objects that the members serve under a name, to be called together. Sends nothing.
 
-        ``await group.object("buffer").put(x)`` gives `Outcomes`; a member that serves none of that name has
-        UnknownObject in its. See `aiorpc.serve`. RpcUsageError for a name that cannot be.
+        ``await group.object("buffer").put(x)`` gives `Outcomes`; the outcome of a member without such an object is
+        UnknownObject. See `aiorpc.serve`. Raises RpcUsageError for an invalid name.
         """
         return GroupObject(check_object_name(name), self._call_object)
 
@@ -374,9 +374,9 @@ class PeerGroup:
     # --- together -----------------------------------------------------------------------------------------------------
 
     def barrier(self, tag: str = "") -> Future[None]:
-        """Wait until every member has come to the barrier of that tag; each of them calls this, on a group of the same.
+        """Wait until every member has come to a barrier; each member calls this, on a group of the same members.
 
-        Returns a Future, to await or to wait for. Cancelling it, or a timeout, takes this worker back from the barrier.
+        Returns a Future, to await or to wait for. Cancelling it, or a timeout, ends this worker's wait at the barrier.
 
         tag: which barrier; two tags are two barriers.
 
@@ -384,8 +384,8 @@ class PeerGroup:
         which `aiorpc.wait_for` waits for.
 
         Raised by the Future: PeerLost as soon as a member is lost, PeerLeft if one has left; RpcTimeout, which names
-        the members that have not come, when the timeout of the group is over, or up to five seconds later if the member
-        with the lowest id does not answer.
+        the missing members, after the group's timeout, or up to five seconds later if the member with the lowest id
+        does not answer.
         """
         return come(self._home, self._members.now(), tag, self._options.timeout)
 
@@ -393,7 +393,7 @@ class PeerGroup:
         return PeerGroup(self._home, self._members, self._options)
 
     def __reduce__(self) -> NoReturn:
-        """It makes calls of this worker, of which there is none elsewhere."""
+        """Not supported: it makes calls of this worker."""
         raise stays_here(self, "rpc.group(...)")
 
     def __repr__(self) -> str:
@@ -401,5 +401,5 @@ class PeerGroup:
 
 
 def _calls_of(peer: Peer) -> int:
-    """How many calls of users this worker has under way to that one."""
+    """How many calls of users are under way to a peer."""
     return len(peer.pending.calls) - peer.pending.system

@@ -1,4 +1,4 @@
-"""What stands for the methods of several values, which are called together."""
+"""Proxies for the methods of several values that are called together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Make = Callable[[str, Args, Kwargs, CallSite], R]
 
 
 class GroupProxy(Generic[R]):
-    """Methods of the values. make: makes a call of a method of that name. check: raises for a name that is none."""
+    """A proxy. make: calls the method of a name. check: raises for an invalid name."""
 
     __slots__ = ("_check", "_make")
 
@@ -38,7 +38,7 @@ class GroupProxy(Generic[R]):
         self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Else Python would call a method of that name of all the values, unnoticed."""
+        """Not supported. Without this, Python would call a method of that name of all values."""
         said = "what stands for the methods of several values has no deep copy, and cannot be pickled or sent"
         raise RpcUsageError(said)
 

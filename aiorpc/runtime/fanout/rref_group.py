@@ -107,7 +107,7 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
         send: Callable[[int, GroupCall[object]], Future[object] | MemberCall],
         flush: Callable[[], None] = nothing,
     ) -> None:
-        """To all whose reference can be used: the others have their outcome at once."""
+        """Send to owners of usable references; the other members get their outcomes at once."""
         usable = []
         for place, ref in enumerate(self._refs):
             try:

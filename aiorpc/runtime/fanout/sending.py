@@ -1,9 +1,9 @@
-"""One call, as it is sent to several workers: what is the same for all of them is written once.
+"""Sends one call to several workers, and encodes the common part once.
 
-The arguments are encoded for the first worker that can be sent what others get, too, and only the head of the message,
-where the number of the function stands, is written for each; all that is refused is refused before anything is sent. A
-worker gets a call of its own (`Peer.call`) where what it gets is bound to it: it is not known yet which worker it is,
-the call is made in a context of autograd, there are devices, or a reference travels in the arguments.
+The arguments are encoded for the first worker whose message others can share; only the head, with the number of the
+function, is written for each. All refusals come before anything is sent. `Peer.call` sends a call of its own to a
+worker whose message others cannot share: the worker is not known yet, the call is in a context of autograd, there are
+devices, or a reference travels in the arguments.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .home import Home
 
 
 class _Arguments(NamedTuple):
-    """What a call has for all who get it: its body without the function, and its buffers."""
+    """The common part of a call: its body without the function, and its buffers."""
 
     rest: bytes
     buffers: Sequence[Any]
 
 
 class _Letter(NamedTuple):
-    """A call as one of them gets it."""
+    """The call for one worker."""
 
     entry: FunctionEntry
     body: bytes
@@ -64,9 +64,9 @@ class _Letter(NamedTuple):
 
 
 class Called(NamedTuple):
-    """What is called. function: a callable, or a method of an object that all workers serve; None for `methods`.
+    """The function of a call and its arguments. function: a callable, or a method of a served object; or None.
 
-    methods: a method of the value of a reference for each worker. keeps: the references, as of `Peer.call`.
+    methods: without a function, a method of the value of a reference for each worker. keeps: see `Peer.call`.
     """
 
     function: Callable[..., object] | ObjectMethod | None
@@ -77,8 +77,8 @@ class Called(NamedTuple):
 
 
 class Sending:
-    """One call to these workers. `prepare` writes it and raises what is wrong with it; then `send` sends it to each of
-    them, and at last `flush` what has large buffers.
+    """One call to several workers. `prepare` writes it and raises errors; `send` sends it to each worker, except large
+    buffers, which `flush` sends at last.
 
     timeout: seconds, 0 for no limit. site: where the call was made. wait: as of `Peer.call`.
     """
@@ -126,13 +126,13 @@ class Sending:
 
     @property
     def name(self) -> str:
-        """The name of the function, for people."""
+        """The name of the function, for texts."""
         return self._methods[0].name if self._methods and self._function is None else describe(self._function)
 
     # --- before anything is sent ------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Write it for all that get the same, and send nothing. Raises what `Peer.call` raises, but for Overloaded."""
+        """Encode the call, and send nothing. Raises the errors of `Peer.call`, except Overloaded."""
         self._home.engine.lifetime.check_begin()
         if not self._methods:
             if not callable(self._function):
@@ -148,7 +148,7 @@ class Sending:
                 continue
             entry, named = self._named(place, peer)
             if named is None and (peer.safe or type(self._function) is MethodType):
-                continue  # it is told by `Peer.call` what that means
+                continue  # `Peer.call` refuses or writes it
             kind = named is None, peer.same_main
             if kind not in written:
                 written[kind] = self._write(peer, named)
@@ -164,7 +164,7 @@ class Sending:
             self._letters[place] = _Letter(entry, body, arguments.buffers)
 
     def _named(self, place: int, peer: Peer) -> tuple[FunctionEntry, Function]:
-        """What is known of the function at that worker, and what stands for it in a message."""
+        """The entry of the function at a worker, and its name in a message."""
         function: Any = self._methods[place] if self._methods else self._function
         return peer.name_of(function)
 
@@ -173,7 +173,7 @@ class Sending:
         return Call(named, Values(values), self._names, remaining, self._origin, self._trace)
 
     def _write(self, peer: Peer, named: Function) -> _Arguments | None:
-        """The arguments as a message has them; None if something in them is bound to the worker that gets it."""
+        """The encoded arguments; None if workers cannot share them."""
         call = self._call(named, self._values if named is not None else [self._function, *self._values])
         frame = write_plain(CALL, 0, call, peer.max_body)
         if frame is not None:
@@ -194,9 +194,9 @@ class Sending:
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, place: int, group: GroupCall[object]) -> Future[object] | MemberCall:
-        """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises.
+        """Send the call to one worker, once. Any thread. Raises Overloaded and the errors of `Peer.call`.
 
-        group: gets what becomes of it, if it is no call of its own.
+        group: gets the outcome of a `MemberCall`.
         """
         peer, letter = self._peers[place], self._letters[place]
         keeps = self._keeps[place] if self._keeps else None
@@ -242,9 +242,9 @@ class Sending:
             self._parcels.append((peer, link, message))
 
     def flush(self) -> None:
-        """Send what has large buffers: from here, or from a thread if that takes too long here.
+        """Send the calls with large buffers, in a thread if that would take too long here.
 
-        What goes by shared memory is copied there once for all workers that it can be lent to.
+        Shared memory gets one copy for all workers that can borrow it.
         """
         parcels, self._parcels = self._parcels, []
         if any(link.distribution.too_long_for_loop(message.buffers) for _, link, message in parcels):
@@ -267,10 +267,10 @@ def send_all(
     send: Callable[[int, GroupCall[object]], Future[object] | MemberCall],
     flush: Callable[[], None] = nothing,
 ) -> None:
-    """Make the calls to the members of these places, one after the other, unless the call is over before.
+    """Make the calls to the members at `places`, one after the other, unless the call is over before.
 
-    flush: sends what `send` has kept. An exception calls all of them off, because the program does not get the call.
-    A misuse that shows at the first member is raised: then nothing has been sent.
+    flush: sends what `send` has kept. An exception cancels all of them, because the program does not get the call. A
+    misuse at the first member is raised: nothing has been sent then.
     """
     with on_error(call.cancel):
         for place in places:
@@ -282,7 +282,7 @@ def send_all(
                 call._calls[place] = sent
                 if isinstance(sent, Future):
                     call._follow(place, sent)
-                if call._over:  # looked at after it was entered: who ended the call has seen it, or this does
+                if call._over:  # checked after entering it: a thread that ended the call before may have missed it
                     sent.cancel()
                     call._calls.pop(place, None)
             except RpcError as error:

@@ -1,8 +1,8 @@
-"""What a worker remembers of autograd contexts.
+"""A worker's autograd contexts.
 
-Owns: tensors that require gradients and were sent or received within a context, and where their gradients go.
+Owns: tensors that require gradients and were sent or received within a context, and the targets of their gradients.
 
 Shows: `Gradients`, `AutogradContext`, `Tape`.
 
-Must not touch: messages: a tape only says what a message has to tell of its tensors.
+Must not touch: messages: a tape only records the tensors of a message.
 """

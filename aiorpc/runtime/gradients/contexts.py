@@ -1,19 +1,17 @@
-"""What a worker remembers of autograd contexts: tensors that require gradients and were sent or received within one.
+"""A worker's autograd contexts: the tensors that were sent or received within a context and require gradients.
 
-Inside of a context each call carries the id of the context, and so does each call that its handlers make. A tensor that
-requires gradients leaves an entry at its sender: the edge of the graph that it came out of. At the receiver the tensor
-is the output of a graph node without a past, so that the graph there ends in it. Both ends know it by one name: the
-sender, the number of the message, and the tensor's place in the message. A backward pass (`aiorpc.autograd.passes`)
-goes along these names.
+Each call inside of a context carries the context's id, and so do the calls of its handlers. For a tensor that requires
+gradients, the sender records the edge of its graph. At the receiver the tensor is the output of a graph node without a
+past: the receiver's graph ends there. Both ends use one name: the sender, the number of the message, and the tensor's
+place in the message. A backward pass (`aiorpc.autograd.passes`) follows these names.
 
-Entries are made when a message is encoded, and taken back if it is not sent. A context ends on all workers that took
-part in it (`AutogradContext.known`) when the worker that opened it leaves it or is gone.
+Encoding a message makes the entries; a message that is not sent takes them back. A context ends on all workers that
+took part in it (`AutogradContext.known`) when the worker that opened it leaves it or is gone.
 
-Who takes part in a context, as one worker sees it: the worker that opened it, those whose calls in it were allowed
-here, and those that were called in it from here. A worker of which none of this is known can still run a backward
-pass, over what came of tensors that others passed on to it: it shows that by the name of such a tensor, which is as
-hard to guess as the id of the context and travels with what came of the tensor alone. What any other worker says of a
-context is refused (`AutogradContext.takes_part`).
+For one worker, these take part in a context: the worker that opened it, workers whose calls in it were allowed here,
+and workers that were called in it from here. Another worker can still run a backward pass over tensors that others
+passed on to it. It then gives the name of such a tensor, which is as hard to guess as the context's id and travels only
+with results of the tensor. All other messages about a context are refused (`AutogradContext.takes_part`).
 
 Everything here may be used from any thread where it does not say otherwise.
 """
@@ -48,43 +46,43 @@ from .reach import Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
 _infer_type = torch._C._jit_try_infer_type
-# Contexts that were left, and workers that are gone, are remembered, so that a call that comes late opens none. So are
-# the passes of a context that have ended.
+# How many left contexts and gone workers are remembered: a late call must not open their contexts again. As many ended
+# passes of a context are remembered.
 _REMEMBERED = 4096
-# A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
+# The most tensors behind a tensor that a message names; for more the receiver has to ask.
 MOST_BEHIND = 512
-# Names of tensors behind another one that take about as much memory as one recorded tensor does.
+# The number of names that take about as much memory as one recorded tensor.
 _NAMES_IN_ONE = 8
-# Ids of contexts and of passes are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the
-# id of a worker and a number in 48 bits, here a random one. Where the worker's id takes more than 14 bits, as after
-# many joins of a free group, 31 are left for the number, and a bit in front marks that.
+# Ids of contexts and of passes are integers of 63 bits, like torch's: the id of a worker, and a number in 48 bits, here
+# a random one. If the worker's id takes more than 14 bits (after many joins of a free group), 31 bits are left for the
+# number, and the top bit marks that.
 _BITS, _BITS_OF_MARKED, _MARK = 48, 31, 1 << 62
 
 
 def _form_of(worker_id: int) -> tuple[int, int]:
-    """The lowest id that a context of that worker can have, and how many bits of it are the number's."""
+    """The lowest id of a context of a worker, and how many bits of it are the number's."""
     if worker_id << _BITS < _MARK:
         return worker_id << _BITS, _BITS
     return _MARK | worker_id << _BITS_OF_MARKED, _BITS_OF_MARKED
 
 
 def id_range(worker_id: int) -> tuple[int, int]:
-    """The lowest and the highest id that a context of that worker can have."""
+    """The lowest and the highest id of contexts of a worker."""
     first, bits = _form_of(worker_id)
     return first, first | (1 << bits) - 1
 
 
 def opener_of(id: int) -> int:
-    """The worker that the context, or the pass, of that id belongs to: see `id_range`. Of any integer."""
+    """The id of the worker that a context or a pass belongs to, by its id. Accepts any integer."""
     return id >> _BITS if id < _MARK else (id ^ _MARK) >> _BITS_OF_MARKED
 
 
 class _Received(torch.autograd.Function):
-    """The node that a received tensor comes out of."""
+    """The graph node that a received tensor is the output of."""
 
     @staticmethod
     def forward(ctx: object, anchor: Tensor, held: list[Tensor]) -> Tensor:
-        # Not an argument of its own: the output would count as a view of it, and could not be written to.
+        # Not as an argument: the output would count as a view of it, and could not be written to.
         return held.pop()
 
     @staticmethod
@@ -106,21 +104,21 @@ _node_class.hooked = False
 
 
 def is_watched(received: ReceivedTensor) -> bool:
-    """Whether the program sees the gradient of that tensor, by a hook or as ``retain_grad()`` was called."""
+    """Whether the program sees the gradient of a tensor, by a hook or ``retain_grad()``."""
     node: Any = received.edge.node
     tensor = node.tensor()
     return node.hooked or (tensor is not None and tensor.retains_grad)
 
 
-# Function.apply without what it looks at first, for transforms, and bindings of arguments: half of its time.
+# Function.apply without its checks for transforms and its binding of arguments: half of the time.
 _make_received: Any = super(torch.autograd.Function, _Received).apply
 
 
 class AutogradContext:
     """One context, as this worker sees it.
 
-    anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past,
-    if a message does not say otherwise (`Tape`).
+    anchor: a tensor that makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without
+    a past, unless a message sets others (`Tape`).
     """
 
     def __init__(
@@ -130,34 +128,37 @@ class AutogradContext:
         self.most_behind = most_behind
         self.opener: int = opener_of(id)
         self.sent: dict[SentName, GradientEdge] = {}
-        self.receivers: dict[int, PeerForContexts] = {}  # of the messages in which they were sent, by number
+        self.receivers: dict[int, PeerForContexts] = {}  # receivers of messages, by the number of the message
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
-        self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
-        self.brought_by: PeerForContexts | None = None  # whose call was the first here
+        self.known: set[PeerForContexts] = set()  # peers of calls in this context
+        self.brought_by: PeerForContexts | None = None  # the caller of the first call here
         self.lock: threading.Lock = Lock()
         self.reach: Reach = Reach(self.received, _Received._backward_cls)
-        self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
-        # The latest that have ended: why, if they failed, and for whom each is kept (`KeptForOthers`).
+        self.parts: dict[int, Any] = {}  # of backward passes under way, by number (autograd.passes)
+        # The last passes that have ended: the error, if it failed, and the peer that it counts for (`KeptForOthers`).
         self.passed: OrderedDict[int, tuple[BaseException | None, PeerForContexts | None]] = OrderedDict()
         self.untracked = untracked
         self._anchor = anchor
         self._arrivals: list[Arrival] = []  # of gradients on devices
-        self._numbers = itertools.count(int.from_bytes(os.urandom(8)) >> 2)  # else who knows one would know all
-        self.kept: dict[PeerForContexts, int] = {}  # what is kept here for whom, as `KeptForOthers` counts it
-        self.leaf_bytes = 0  # of gradients of leaves, the same
+        self._numbers = itertools.count(
+            int.from_bytes(os.urandom(8)) >> 2
+        )  # unguessable: one name must not reveal others
+        self.kept: dict[PeerForContexts, int] = {}  # pieces kept for each peer (`KeptForOthers`)
+        self.leaf_bytes = 0  # of gradients of leaves (`KeptForOthers`)
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
 
-    # --- who may say something of it ----------------------------------------------------------------------------------
+    # --- who takes part
+    # -------------------------------------------------------------------------------------------------
 
     def takes_part(self, worker_id: int, name: SentName | None = None) -> bool:
-        """Whether that worker takes part, as far as this one knows. name: of a tensor that it says it knows of."""
+        """Whether a worker takes part in the context. name: of a tensor that it claims to know."""
         if worker_id == self.opener or (name is not None and name in self.sent):
             return True
         records = [peer.record for peer in self.known.copy()]  # calls may add to it meanwhile
         return any(record is not None and record.id == worker_id for record in records)
 
     def was_sent_to(self, peer: PeerForContexts, name: SentName) -> bool:
-        """Whether the tensor of that name was sent from here to that worker, which so may say what its gradient is."""
+        """Whether this worker sent a tensor to that peer, which may then send its gradient."""
         receiver = self.receivers.get(name.message) if name in self.sent else None
         there, record = None if receiver is None else receiver.record, peer.record
         return there is not None and record is not None and there.id == record.id
@@ -165,10 +166,10 @@ class AutogradContext:
     # --- recording ----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()], to: PeerForContexts) -> Recorded | None:
-        """Remember those that require gradients; None if there are none. What the message to that worker says of them.
+        """Record the tensors that require gradients.
 
-        What is behind a tensor is said as [worker, message, place, ..], or None: ask. untracked: types of tensors that
-        are not remembered.
+        Returns their record for the message to a peer, or None without any. untracked: types of tensors that are not
+        recorded.
         """
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
@@ -183,7 +184,7 @@ class AutogradContext:
         return Recorded(self.id, number, places, behind)
 
     def behind(self, edge: GradientEdge) -> set[tuple[int, int, int]] | None:
-        """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many.
+        """All sent tensors, on any worker, that a gradient of an edge leads to; None if they are too many.
 
         As (worker, message, place).
         """
@@ -193,24 +194,23 @@ class AutogradContext:
                 return None
             found.add((received.sender, *received.name))
             found |= received.behind
-            if len(found) > self.most_behind:  # also where all of them are behind one: in a chain of calls
+            if len(found) > self.most_behind:  # even through a single one, in a chain of calls
                 return None
         return found
 
     def unsend(self, recorded: Recorded) -> None:
-        """Take back the entries of a message that was not sent."""
+        """Remove the entries of a message that was not sent."""
         self.receivers.pop(recorded.number, None)
         for place in recorded.places:
             self.sent.pop(SentName(recorded.number, place), None)
 
     def receive(self, sender: int, name: SentName, behind: Sequence[int] | None, tensor: Tensor) -> Tensor:
-        """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
+        """Make a received tensor the output of a node that stands for its past."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # modes of the thread that reads
             with torch.inference_mode(False), torch.enable_grad():
                 return self.receive(sender, name, behind, tensor)
         received: Tensor = _make_received(self._anchor, [tensor])
-        # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
-        # gradient comes either.
+        # `get_gradient_edge` would keep the node alive. A node that nothing leads to gets no gradient.
         node: Any = received.grad_fn
         node.tensor = weakref.ref(received)  # see `is_watched`
         edge = GradientEdge(node, 0, None)
@@ -226,9 +226,10 @@ class AutogradContext:
         arrival: Callable[[], Arrival | None] | None = None,
         kept: KeptForOthers | None = None,
     ) -> None:
-        """Add to the gradients of leaves of this worker. arrival: gives that of what is made here on devices.
+        """Add to the gradients of leaves of this worker. arrival: returns the arrival of sums on devices. kept: counts
+        the gradients of leaves that had none.
 
-        kept: counts those of leaves that had none. Raises Overloaded, and nothing is added then.
+        Raises Overloaded; nothing is added then.
         """
         with self.lock:
             if kept is not None and self.brought_by is not None:
@@ -237,32 +238,34 @@ class AutogradContext:
             for leaf, gradient in gradients:
                 pair = self._gradients.get(id(leaf))
                 self._gradients[id(leaf)] = leaf, gradient if pair is None else sum_of(pair[1], gradient)
-            made = arrival() if arrival is not None else None  # not before the sums are enqueued
+            made = arrival() if arrival is not None else None  # after the sums are enqueued
             if made is not None:
                 self._arrivals.append(made)
 
     def _join(self, pairs: Iterable[tuple[Tensor, Tensor] | None]) -> None:
-        """The current streams of this thread wait for all gradients on devices, and are about to use those of these."""
+        """Make the current streams of this thread wait for all gradients on devices, and keep those of `pairs` for
+        them.
+        """
         for each in self._arrivals:
             each.join()
         if self._arrivals:
             self._arrivals[-1].keep([pair[1] for pair in pairs if pair is not None])
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
+        """A copy of the gradients, by leaf. The current streams of this thread wait for gradients on devices."""
         with self.lock:
             self._join(self._gradients.values())
             return dict(self._gradients.values())
 
     def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of these leaves, in their order; None for one without a gradient. See `gradients`."""
+        """The gradients of `leaves`, in their order; None for a leaf without one. See `gradients`."""
         with self.lock:
             pairs = [self._gradients.get(id(leaf)) for leaf in leaves]
             self._join(pairs)
             return [None if pair is None else pair[1] for pair in pairs]
 
     def take_back(self, tensor: Tensor) -> Tensor | None:
-        """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
+        """Remove and return the gradient of a leaf. See `gradients`."""
         with self.lock:
             pair = self._gradients.get(id(tensor))
             self._join([pair])
@@ -270,7 +273,7 @@ class AutogradContext:
             return None if pair is None else pair[1]
 
     def end(self, error: Exception) -> None:
-        """The context was left: passes in it that are under way end with the error."""
+        """The context was left: end its passes under way with an error."""
         for part in list(self.parts.values()):
             part.fail(error)
 
@@ -282,8 +285,8 @@ def sum_of(before: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
-    """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
-    if torch.is_inference_mode_enabled():  # of the thread that sends: a view has no node then
+    """As `get_gradient_edge`, which takes a view of the tensor, and so fails for sparse tensors."""
+    if torch.is_inference_mode_enabled():  # a view has no node in this mode
         with torch.inference_mode(False):
             return _edge_of(tensor)
     if tensor.layout is torch.strided:
@@ -293,7 +296,7 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None:
         return GradientEdge(behind.next_functions[0][0], 0)
-    return GradientEdge(node, tensor.output_nr, behind)  # which keeps the node alive, as in torch's own
+    return GradientEdge(node, tensor.output_nr, behind)  # `behind` keeps the node alive, as in torch's edges
 
 
 def _receive_apart(
@@ -325,7 +328,7 @@ def _named(said: object) -> Iterator[tuple[int, int, int]]:
 
 F = TypeVar("F", bound=Callable[..., object])
 _KEEPS_PAST = "__aiorpc_keeps_past__"
-#: The arguments with which a drop-in fetches the value of ``RRef(value)``: see `Gradients.fetched`.
+#: The arguments by which the drop-in fetches the value of ``RRef(value)``: see `Gradients.fetched`.
 OF_VALUE = [True]
 
 
@@ -336,7 +339,7 @@ def keeps_past(function: F) -> F:
 
 
 class Tape:
-    """Records what one message of a context sends. untracked: types of tensors that it sends without a past."""
+    """Records the tensors of one message of a context. untracked: types of tensors that it sends without a past."""
 
     def __init__(
         self,
@@ -345,8 +348,9 @@ class Tape:
         counts: KeptForOthers | None = None,
         on_untracked: Callable[[PeerForContexts], None] | None = None,
     ) -> None:
-        """to: the worker that it goes to. counts: where what is recorded counts as kept for that one, if it does.
-        on_untracked: hears that it sends tensors without a past that require gradients."""
+        """to: the receiver. counts: counts the recorded tensors for the receiver.
+        on_untracked: called if a tensor that requires gradients is sent without a past.
+        """
         self.untracked: type | tuple[()] = context.untracked
         self._context = context
         self._to = to
@@ -354,9 +358,9 @@ class Tape:
         self._on_untracked = on_untracked
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Callable[[], None]]) -> Recorded | None:
-        """What the message has to say about its tensors, None for nothing.
+        """Record the tensors of the message; None if none require gradients. on_unsent: gets a function that undoes it.
 
-        on_unsent: a list that gets the function to undo it. Raises Overloaded.
+        Raises Overloaded.
         """
         untracked = self.untracked
         if self._on_untracked is not None and any(
@@ -372,15 +376,15 @@ class Tape:
 
 
 class LeafSink(Protocol):
-    """Sees the gradients of a worker's leaves before their context does, while the worker has a part in a pass."""
+    """Gets the gradients of a worker's leaves before their context does, while the worker has a part in a pass."""
 
     def take(
         self, context: AutogradContext, leaves: Sequence[tuple[Tensor, Tensor]]
     ) -> Sequence[tuple[Tensor, Tensor]]:
-        """Gradients of these leaves are there: those that the context gets now. In a thread, never on a loop."""
+        """Take gradients of leaves; returns the gradients for the context. In a thread, never on a loop."""
 
     def finish(self, context: AutogradContext, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
-        """The part has ended, and no `take` runs: what the context gets besides; nothing if the part failed.
+        """The part has ended, and no `take` runs. Returns the remaining gradients for the context; none if it failed.
 
         Any thread, the loop's too.
         """
@@ -390,24 +394,26 @@ class Gradients:
     """All contexts of one worker."""
 
     def __init__(self, engine: Engine, *, sink: LeafSink | None = None, as_torch: bool = False) -> None:
-        """as_torch: calls under `no_grad` record nothing, and a Parameter that is sent arrives as one, without a past,
-        so that optimizers take what has come in a module. Where torch itself does not pickle it, it has its past, and
-        arrives as another tensor: as an argument of an operator of torch, and as a value of ``RRef(value)``."""
+        """as_torch: calls under `no_grad` record nothing, and a sent Parameter arrives as a Parameter without a past,
+        because optimizers must accept the parameters of a received module. It keeps its past, and arrives as a plain
+        tensor, where torch does not pickle it: as an argument of an operator of torch, and as the value of
+        ``RRef(value)``.
+        """
         self.sink = sink
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
-        # The last call by which a worker was told of a context's end, unanswered.
+        # By worker: its unanswered call about the end of a context.
         self.farewells: dict[int, Future[bytes]] = {}
-        self.doubted: set[int] = set()  # contexts whose openers are asked whether they have ended
+        self.doubted: set[int] = set()  # contexts whose openers are being asked
         self.piggybacked: Piggybacked = Piggybacked(engine)
         self.kept: KeptForOthers = KeptForOthers(engine)
         self._on_untracked = self._say_untracked if as_torch else None
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: set[int] = set()
-        self._left_of: dict[int, deque[int]] = {}  # the same, by the workers that have opened them, the oldest first
-        self._gone: OrderedDict[int, None] = OrderedDict()  # workers: as `_left`, for contexts that have not come here
-        self._brought: dict[PeerForContexts, int] = {}  # how many of the contexts calls of that worker have brought
+        self._left_of: dict[int, deque[int]] = {}  # the same by opener, the oldest first
+        self._gone: OrderedDict[int, None] = OrderedDict()  # gone workers, whose contexts may still come
+        self._brought: dict[PeerForContexts, int] = {}  # by worker: number of contexts that its calls opened here
         self._first, self._bits = _form_of(engine.id)
         self._lock = Lock()
         with torch.inference_mode(False):
@@ -418,7 +424,7 @@ class Gradients:
         return len(self._contexts)
 
     def new_id(self) -> int:
-        """An id for a context or a pass of this worker, which cannot be guessed, and which no context has or had."""
+        """An unguessable id for a context or a pass of this worker, which no context has or had."""
         while (number := self._first | int.from_bytes(os.urandom(8)) >> 64 - self._bits) in self._contexts or (
             number in self._left
         ):
@@ -426,7 +432,7 @@ class Gradients:
         return number
 
     def has_ended(self, id: int) -> bool:
-        """Whether a context of this worker was left: its id is in use from the moment at which it is made."""
+        """Whether an id is of a context of this worker that was left."""
         return opener_of(id) == self._engine.id and id not in self._contexts
 
     def open(self) -> AutogradContext:
@@ -434,7 +440,7 @@ class Gradients:
         return self._enter(self.new_id())
 
     def _bring(self, id: int, peer: PeerForContexts) -> AutogradContext:
-        """The context of a call from that peer. Raises Overloaded where too many of its are open."""
+        """The context of a call from a peer. Raises Overloaded if the peer has too many open."""
         context = self._contexts.get(id)
         if context is not None:
             return context
@@ -461,33 +467,33 @@ class Gradients:
         return context
 
     def get(self, id: int) -> AutogradContext:
-        """A context that is open here. RpcUsageError if there is none of that id."""
+        """An open context. Raises RpcUsageError if there is none of that id."""
         context = self._contexts.get(id)
         if context is None:
             raise self.not_here(id)
         return context
 
     def not_here(self, id: int) -> RpcUsageError:
-        """That there is no such context here."""
+        """The error for an id of which there is no context here."""
         return RpcUsageError(
             f"Could not find autograd context with id: {id} on worker {self._engine.name!r}. It was left, or has not "
             "come here; are you inside of `with autograd.context() as context_id`?"
         )
 
     def find(self, id: int) -> AutogradContext | None:
-        """A context that is open here; None if there is none of that id."""
+        """An open context; None if there is none of that id."""
         return self._contexts.get(id)
 
     def calls(self, id: int | None, peer: PeerForContexts, function: object) -> Tape | None:
-        """The tape of a call to that peer in context `id`; None outside of any context, or if it was left.
+        """The tape of a call to a peer in context `id`; None outside of any context, or if it was left.
 
-        From now on the peer takes part. function: that is called.
+        From now on the peer takes part. function: the called one.
         """
         context = self._contexts.get(id) if id else None
         if context is None or (self.as_torch and not torch.is_grad_enabled()):
             return None
         context.known.add(peer)
-        if id not in self._contexts:  # left meanwhile, by another thread, which may not tell that worker of it
+        if id not in self._contexts:  # left meanwhile by another thread, which may not have seen this peer
             return None
         tape = Tape(context, peer, None, self._on_untracked)
         if self.as_torch and (_find_builtin(function) is not None or getattr(function, _KEEPS_PAST, False)):
@@ -495,15 +501,16 @@ class Gradients:
         return tape
 
     def answers(self, id: int | None, peer: PeerForContexts) -> Tape | None:
-        """The tape of an answer to that peer, whose call in context `id` was let in (`called`), whatever autograd mode
-        this thread is in; None if the context was left."""
+        """The tape of an answer to a peer whose call in context `id` was admitted (`called`); None if the context was
+        left. This thread's autograd mode does not matter.
+        """
         context = self._contexts.get(id) if id else None
         return (
             None if context is None or peer not in context.known else Tape(context, peer, self.kept, self._on_untracked)
         )
 
     def _say_untracked(self, to: PeerForContexts) -> None:
-        """As torch does it, and torch says nothing: once for each worker."""
+        """Warn, once for each worker, of torch's silent behaviour."""
         self._on_untracked = None
         logger.warning(
             "worker %r sends a Parameter to %s in an autograd context: as with torch.distributed.rpc it arrives there "
@@ -515,19 +522,19 @@ class Gradients:
         )
 
     def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
-        """As `answers`, as torch does it for the value of an ``RRef(value)``."""
+        """As `answers`, for the value of an ``RRef(value)``, with torch's rules."""
         tape = self.answers(id, peer)
-        # One of TorchScript's types it does not pickle; and what has no Parameters itself need not be looked at.
+        # torch does not pickle values of TorchScript's types. Only these kinds may be or have Parameters.
         kinds = (torch.nn.Parameter, list, tuple, dict)
         if tape is not None and isinstance(value, kinds) and _infer_type(value).success():
             tape.untracked = ()
         return tape
 
     def called(self, id: int, peer: PeerForContexts, serves_all: Callable[[], bool] | None = None) -> int | None:
-        """A call from that peer in context `id`, which it may have run, is about to: the peer takes part from now on.
+        """A permitted call from a peer in context `id` is about to run: the peer takes part from now on.
 
-        serves_all: whether every worker may call that function, so that a call of it makes none take part. Returns the
-        id, or None if the context was left by now, or never was, or if the peer takes no part. Raises Overloaded.
+        serves_all: returns whether every worker may call the function; such a call makes no peer take part. Returns the
+        id, or None if the context was left, never existed, or the peer takes no part. Raises Overloaded.
         """
         if id in self._left or (self._gone and opener_of(id) in self._gone):
             return None
@@ -537,7 +544,7 @@ class Gradients:
         if serves_all is not None and serves_all():
             return None
         if context is None:
-            if not 0 < id < 1 << 63 or opener_of(id) == self._engine.id:  # which would be open
+            if not 0 < id < 1 << 63 or opener_of(id) == self._engine.id:  # ours would be open
                 return None
             context = self._bring(id, peer)
         context.known.add(peer)
@@ -547,7 +554,7 @@ class Gradients:
         return id
 
     def _drop(self, id: int) -> AutogradContext | None:
-        """It is open no longer; None if it was not."""
+        """Close and return a context; None if it was not open."""
         with self._lock:
             context = self._contexts.pop(id, None)
             if context is not None:
@@ -564,17 +571,16 @@ class Gradients:
     def receive(
         self, peer: PeerForContexts, said: Recorded, tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Past | None]:
-        """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
+        """The tensors of a message from a peer, each as the output of a graph node that stands for its past.
 
-        Also returns a function that does the same for tensors which are taken apart inside of the pickle, given their
-        number among these; None if there are none. Both raise ProtocolError; Overloaded.
+        Also returns a function that does the same for a tensor inside of the pickle, given its number there; None if
+        there are none. Both raise ProtocolError and Overloaded.
         """
         assert peer.record is not None, "a message came from it"
         try:
             number, places, behind = said.number, said.places, said.behind
             context = self._contexts.get(said.context)
-            # Left meanwhile: they are tensors like others. So they are where the sender takes no part, as it would if
-            # the message were of a call in this context.
+            # If the context was left, or the sender takes no part in it, these are plain tensors.
             if context is None or peer not in context.known:
                 return tensors, None
             count = len(behind)
@@ -595,17 +601,17 @@ class Gradients:
             raise _impossible() from None
 
     def leave(self, id: int) -> set[PeerForContexts]:
-        """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
+        """A context has ended: drop it. Returns the peers that may know it, too."""
         context = self._contexts.get(id)
         self._remember_left(id, opener_of(id) if context is None else context.opener)
         context = self._drop(id)
         if context is None:
             return set()
         context.end(RpcError(f"autograd context {id} was left"))
-        return context.known.copy()  # while that is looked through, other threads may still add to what they have found
+        return context.known.copy()  # other threads may still add to the set
 
     def on_gone(self, worker_id: int) -> None:
-        """A worker is gone, and leaves its contexts. On the loop."""
+        """A worker is gone: leave its contexts. On the loop."""
         with self._lock:
             self._gone[worker_id] = None
             if len(self._gone) > _REMEMBERED:  # one was added
@@ -617,7 +623,9 @@ class Gradients:
             self._left.difference_update(self._left_of.pop(worker_id, ()))
 
     def _remember_left(self, id: int, opener: int) -> None:
-        """For each opener by itself: however many contexts one leaves, those of others stay remembered."""
+        """Remember a left context, with a limit for each opener, so one worker does not push out the contexts of
+        others.
+        """
         with self._lock:
             if id in self._left:
                 return

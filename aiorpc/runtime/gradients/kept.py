@@ -1,4 +1,4 @@
-"""How much autograd contexts keep for each other worker, and the limits of that."""
+"""Counts and limits what autograd contexts keep for each other worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 
 
 class PeerForContexts(Protocol):
-    """Another worker, as the contexts that its messages belong to know it."""
+    """Another worker (`Peer`)."""
 
     @property
     def record(self) -> WorkerRecord | None: ...
@@ -43,10 +43,10 @@ class KeptForOthers:
         self._leaf_bytes: dict[PeerForContexts, int] = {}
 
     def keep(self, context: CountedContext, peer: PeerForContexts, count: int) -> None:
-        """That context keeps so much more, or less, for that worker, in pieces of some 1 KiB.
+        """Count `count` more pieces (fewer, if negative) of a context for a peer.
 
-        A piece is a tensor that came from it, or that it was given in an answer, or the names of some that are behind
-        one, or a pass. Raises Overloaded.
+        A piece takes about 1 KiB: a tensor from the peer or in an answer to it, `_NAMES_IN_ONE` names, or a pass.
+        Raises Overloaded.
         """
         most = self._engine.options.max_references
         with self._lock:
@@ -60,9 +60,9 @@ class KeptForOthers:
             context.kept[peer] = context.kept.get(peer, 0) + count
 
     def hold(self, peer: PeerForContexts, size: int) -> None:
-        """So many bytes of gradients have come from that worker, and wait.
+        """Count bytes of gradients that have come from a peer and wait.
 
-        Raises Overloaded if others of its wait, and these are too many besides.
+        Raises Overloaded if others of the peer wait, and all together are too many.
         """
         most = self._engine.options.max_queued_bytes
         with self._lock:
@@ -75,7 +75,7 @@ class KeptForOthers:
             self._waiting[peer] = waiting + size
 
     def let_go(self, peer: PeerForContexts, size: int) -> None:
-        """So many bytes of those wait no longer."""
+        """Count bytes of gradients no more that waited."""
         with self._lock:
             left = self._waiting.get(peer, 0) - size
             if left > 0:
@@ -84,9 +84,10 @@ class KeptForOthers:
                 self._waiting.pop(peer, None)
 
     def make_room(self, context: CountedContext, size: int) -> None:
-        """Leaves get gradients of so many bytes in that context.
+        """Count bytes of gradients of leaves in a context.
 
-        Raises Overloaded if the worker that has brought it has brought others with gradients, and all are too many.
+        Raises Overloaded if the worker that brought the context has brought others with gradients, and all together are
+        too many.
         """
         peer = context.brought_by
         if peer is None or not size:
@@ -103,7 +104,7 @@ class KeptForOthers:
             context.leaf_bytes += size
 
     def drop(self, context: CountedContext) -> None:
-        """That context has ended."""
+        """Count a context no more that has ended."""
         with self._lock:
             for peer, count in context.kept.items():
                 _subtract(self._pieces, peer, count)
@@ -114,12 +115,12 @@ class KeptForOthers:
 
 
 def bytes_of(gradient: torch.Tensor) -> int:
-    """The memory that a gradient takes; an expanded gradient counts as long as its storage."""
+    """The memory of a gradient in bytes; an expanded gradient counts its storage."""
     if gradient.layout is torch.strided:
         return min(gradient.nbytes, gradient.untyped_storage().nbytes())
     if gradient.layout is torch.sparse_coo:
         return gradient._indices().nbytes + gradient._values().nbytes
-    return gradient.values().nbytes * 3  # and what says where they are
+    return gradient.values().nbytes * 3  # with the indices
 
 
 def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: int) -> None:
@@ -131,5 +132,5 @@ def _subtract(counts: dict[PeerForContexts, int], peer: PeerForContexts, count: 
 
 
 def name_of(peer: PeerForContexts) -> str:
-    """That worker, for messages."""
+    """A peer, for texts."""
     return "another worker" if peer.record is None else f"worker {peer.record.name!r}"

@@ -1,7 +1,7 @@
-"""Messages that leave with the next one to the same worker, or by themselves a little later if there is none.
+"""Messages that leave with the next message to the same worker, or by themselves a little later.
 
-To send a message wakes the other end up, and its answer wakes up the loop here. Where the next message follows soon, as
-in a program that trains step after step, both can be had with that one.
+A message wakes up the other end, and its answer the loop here. In a program that trains step after step the next
+message follows soon, and saves both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Flushed(Protocol):
     """The worker that messages wait for (`Peer`)."""
 
     def flush(self) -> None:
-        """Send what is queued. On the loop."""
+        """Send queued messages. On the loop."""
 
 
 class Piggybacked:
-    """See the module. `add` from any thread, the rest on the loop."""
+    """The peers with queued messages. `add` from any thread, the rest on the loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,7 +30,7 @@ class Piggybacked:
         self.close: Callable[[], None] = self._looking.close
 
     def add(self, peer: Flushed) -> None:
-        """A message to that worker is queued, and not sent. Any thread."""
+        """A message to a peer is queued and not sent. Any thread."""
         self._peers.add(peer)
         self._looking.ask()
 
@@ -42,4 +42,4 @@ class Piggybacked:
             return None
         while self._peers:
             self._peers.pop().flush()
-        return self._pause()  # more will follow: so the loop is not woken up for each
+        return self._pause()  # more will follow: keep looking, without a wake-up for each

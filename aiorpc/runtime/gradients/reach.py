@@ -1,6 +1,6 @@
-"""Where the gradients of a node go to: the leaves and the received tensors that a worker's part of a graph ends in.
+"""The targets of gradients: the leaves and received tensors in which a worker's part of a graph ends.
 
-These are the targets of a backward pass. Each has a bit, and each node the bits of all targets that it leads to.
+Each target has a bit, and each node the bits of all targets that it leads to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 class SentName(NamedTuple):
-    """The name of a sent tensor, within its sender and context: the number of its message and its place in that."""
+    """The name of a sent tensor, for its sender and context: the number of its message and its place there."""
 
     message: int
     place: int
@@ -26,8 +26,8 @@ class SentName(NamedTuple):
 class ReceivedTensor(NamedTuple):
     """A tensor that was received: its sender, its name there, and the edge of the graph that stands for its past.
 
-    behind: all sent tensors that its past in turn came from, on whichever worker, as (worker, message, place). None if
-    they were too many for the message; then the sender has to be asked.
+    behind: all sent tensors, on any worker, that its past came from, as (worker, message, place). None if they were too
+    many for the message; ask the sender then.
     """
 
     sender: int
@@ -47,13 +47,12 @@ Hooks = Mapping[int, Callable[..., object]]
 
 
 class Leaf(NamedTuple):
-    """A leaf as one graph has it: the tensor, the edge of its ``AccumulateGrad`` node, and the hooks of that.
+    """A leaf of one graph: the tensor, the edge of its ``AccumulateGrad`` node, and the node's hooks.
 
-    A pass goes by the edge. The tensor has lost that node where a program has frozen it since the graph was made; given
-    another type, or moved to another device, it has a new one, and both may be in the graphs of a context.
-
-    Passes do not run the node, which would write to ``.grad``; they run its hooks, as it would. prehooks, posthooks:
-    what a program registered on it, now or later.
+    A pass uses the edge, because the tensor may have lost the node since (the program froze it) or have a new one (it
+    changed type or device); the graphs of a context may contain both. Passes do not run the node, which would write to
+    ``.grad``; they run its hooks. prehooks, posthooks: torch's own dictionaries, with hooks that are registered later,
+    too.
     """
 
     tensor: Tensor
@@ -62,7 +61,7 @@ class Leaf(NamedTuple):
     posthooks: Hooks
 
     def before(self, gradient: Tensor) -> Tensor:
-        """Run those that come before the gradient is added: what is to be added, in memory of its own."""
+        """Run the prehooks. Returns the gradient to add; if there are prehooks, in memory of its own."""
         given = gradient
         for hook in list(self.prehooks.values()):
             changed = hook((given,))
@@ -76,20 +75,20 @@ class Leaf(NamedTuple):
         return given.clone() if self.prehooks else given
 
     def after(self, gradient: Tensor) -> None:
-        """Run those that come when it was added."""
+        """Run the posthooks."""
         for hook in list(self.posthooks.values()):
             hook((), (gradient,))
 
 
 def _leaf_of(node: Any) -> Leaf:
-    """What an ``AccumulateGrad`` node stands for."""
-    # An edge without what `get_gradient_edge` adds to keep such a node alive: it has the node itself.
+    """The leaf of an ``AccumulateGrad`` node."""
+    # Not by `get_gradient_edge`: this edge has the node itself.
     edge = GradientEdge(node, 0, None)
     return Leaf(node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook))
 
 
 def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:
-    """torch's own dictionary of a node's hooks, which only the handle of a hook tells of."""
+    """torch's own dictionary of a node's hooks, which only a hook's handle reveals."""
     handle = register(_nothing)
     hooks: dict[int, Callable[..., object]] = handle.hooks_dict_ref()
     hooks.pop(handle.id)
@@ -100,24 +99,26 @@ def _nothing(*_: object) -> None:
     """A hook that an engine running meanwhile may see."""
 
 
-# The bits of some targets, or where that takes less memory, their numbers: in a context with many calls the targets
-# become many, while most nodes lead to few, of which some are among the latest.
+# The bits of some targets, or their numbers if these take less memory: in a context with many calls there are many
+# targets, but most nodes lead to few of them.
 Kept = int | tuple[int, ...]
-_LONG = 1024  # from so many bits of a mask for each that is set, numbers take less memory
+_LONG = 1024  # with so many bits of a mask for each set one, numbers take less memory
 _SHORT = 1 << 64  # masks below this are kept as they are, and looked through without a generator
-# A leaf, or what stands for the past of a tensor that was received.
+# A leaf, or the past of a received tensor.
 Target = Leaf | ReceivedTensor | Foreign
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 class Reach:
-    """Which targets the nodes of a graph lead to, in one context at one worker. Any thread.
+    """The targets of each node of a graph, in one context at one worker. Any thread.
 
-    Graphs only grow, so what was found once stays true.
+    Graphs only grow, so results stay true.
     """
 
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
-        """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""
+        """received: received tensors by the nodes that stand for their pasts; it may grow. kind: the type of such
+        nodes.
+        """
         self.targets: list[Target] = []  # by bit
         self._received = received
         self._kind = kind
@@ -126,7 +127,7 @@ class Reach:
         self._lock = Lock()
 
     def of(self, node: Node) -> int:
-        """The bits of the targets that a node leads to. Looks at each node of the graph once, ever."""
+        """The bits of the targets that a node leads to. Visits each node of the graph once, ever."""
         with self._lock:
             kept = self._masks[node] if node in self._masks else self._walk(node)
             return kept if isinstance(kept, int) else _spread(kept)
@@ -168,17 +169,17 @@ class Reach:
         return list(map(self.targets.__getitem__, numbers))
 
     def received_of(self, mask: int) -> Iterator[ReceivedTensor]:
-        """Those of the targets that came from another worker. In turn: who asks may have enough of them."""
+        """The targets of a mask that came from another worker, lazily: callers may stop early."""
         found: Any = map(self.targets.__getitem__, bits_of(mask & self._came))
-        return found  # type: ignore[no-any-return]  # these are, say their bits
+        return found  # type: ignore[no-any-return]  # by their bits
 
     def received_in(self, mask: int) -> int:
-        """The bits of these."""
+        """The bits of targets that came from another worker."""
         return mask & self._came
 
 
 def _folded(mask: int) -> Kept:
-    """What is kept of a long mask: where it has few bits, their numbers."""
+    """A long mask in its smaller form."""
     return mask if mask.bit_length() < _LONG * mask.bit_count() else tuple(bits_of(mask))
 
 
@@ -191,7 +192,7 @@ def _spread(numbers: tuple[int, ...]) -> int:
 
 
 def bits_of(mask: int) -> Iterable[int]:
-    """The numbers of the bits that are set, from the lowest on. Of a long mask in turn: see `Reach.received_of`."""
+    """The numbers of the set bits, from the lowest on; lazily for a long mask."""
     if mask >= _SHORT:
         return _bits_of_long(mask)
     found = []
@@ -203,8 +204,7 @@ def bits_of(mask: int) -> Iterable[int]:
 
 
 def _bits_of_long(mask: int) -> Iterator[int]:
-    """As each number of such a length costs time it is looked through once: to clear bit after bit would write all of
-    it for each."""
+    """Bits of a long mask in one pass over its digits: clearing each bit would copy the whole number every time."""
     if not mask & (mask - 1):
         yield mask.bit_length() - 1
         return

@@ -1,8 +1,8 @@
 """Who may publish a name for this worker, and who may read it here: the option ``allow``, asked in one place.
 
-A rule says so by the patterns ``published/NAME:publish`` and ``published/NAME:read``. Each worker decides for itself:
-it follows no publisher whose role may not publish the name here, and gives versions to no reader whose role may not
-read it.
+A rule uses the patterns ``published/NAME:publish`` and ``published/NAME:read``. Each worker decides for itself: it
+follows no publisher whose role may not publish the name here, and gives versions to no reader whose role may not read
+it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ KIND, PUBLISH, READ = "published", "publish", "read"
 
 
 class Access:
-    """See the module. Any thread."""
+    """Checks the rules for published names. Any thread."""
 
     def __init__(self, rights: Rights, own: WorkerRecord) -> None:
-        """own: the record of this worker, which may publish and read whatever its rules are for its own role."""
+        """own: the record of this worker, which its own rules do not limit."""
         self._rights = rights
         self._own = own
 

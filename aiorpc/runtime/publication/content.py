@@ -1,4 +1,4 @@
-"""A published value as bytes, and back: what a message says of it, and its buffers one after the other.
+"""A published value as bytes, and back: the body of a message, and its buffers one after the other.
 
 Tensors on devices are copied to the host once, into page-locked memory. A reader may have all tensors moved to a device
 of its own; those that share a storage share one there.
@@ -26,29 +26,30 @@ from ...protocol.reference_messages import PassedReference
 from ..calls.values import decode, encode
 from ..engine.engine import Engine
 
-# Bytes of an answer that brings a version, beside what is said of the value: most of them name the slots that there
-# are. And those for where one buffer lies.
+# The most bytes of an answer with a version, apart from the bodies: most of them name the existing slots. And the bytes
+# for the place of one buffer.
 _ROOM, _ROOM_FOR_BUFFER = 512, 19
 
 
 @dataclass(frozen=True)
 class _AnyReader:
-    """Any reader, as the encoding needs to know it."""
+    """Stands for any reader in `encode`."""
 
     safe: bool
     max_body: int
     max_segment: int
     same_main: bool = True
-    other_python: str = ""  # a reader sees by which version its code was made
+    other_python: str = ""  # a reader sees which Python version made its code
 
 
 class Content(NamedTuple):
     """A value that was taken apart.
 
-    bodies: what a message says of it: for readers that run our main module, and for the others where that differs; that
-    one is in a message with how many buffers are not its own, if it has others, which are the last ones then.
-    buffers: with the bytes of its tensors, which they borrow. spans, size: where these come to lie, in how many bytes.
-    marks: what has to be waited for before the buffers are read, as devices copy into them.
+    bodies: the message for readers that run our main module, and a second one for other readers if it differs. If the
+    second has buffers of its own, it says how many of the first ones are not its own; its own are the last.
+    buffers: the bytes of the tensors, borrowed from them. spans, size: where the buffers will lie, and the bytes of
+    all.
+    marks: events of devices that copy into the buffers; wait for them before reading.
     """
 
     bodies: tuple[bytes, ...]
@@ -59,9 +60,9 @@ class Content(NamedTuple):
 
 
 def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | None = None) -> Content:
-    """The content of a value that is published under that name. Raises SerializationError.
+    """The content of a value for publication under `name`. Raises SerializationError.
 
-    driver: of the devices that tensors may lie on. What lies there is copied on the current streams of this thread.
+    driver: of the devices that tensors may lie on. Their tensors are copied on the current streams of this thread.
     """
     options = engine.options
     route = None if driver is None else _to_host(driver)
@@ -72,14 +73,14 @@ def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | N
         other_body = body
         if b"load_main" in body:  # as the codec names what the main module defines
             other_body, others = _encode(value, reader, route, other_main=True)
-            if len(others) != len(found):  # what goes by value brings tensors of its own, as those of a class
+            if len(others) != len(found):  # a class that goes by value may bring tensors of its own
                 other_body = write(Reply(Values([other_body, len(found)])))
                 found = [*found, *others]
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
     spans, size = lay_out(map(len, found))
     bodies = (body,) if other_body == body else (body, other_body)
-    # Both forms go to each reader, in one message with where the bytes are.
+    # Each reader gets both forms, in one message with the places of the bytes.
     room = _ROOM + len(engine.record.main) + _ROOM_FOR_BUFFER * len(spans)
     needs = sum(map(len, bodies)) + room
     if needs > options.max_frame_bytes:
@@ -118,16 +119,16 @@ def _bring_to_host(driver: Accelerator, found: Sequence[AnyBuffer]) -> tuple[Seq
 
 def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_main: bool) -> tuple[bytes, Sequence[Any]]:
     body, buffers, out = encode(Reply(Values([value])), reader, route, other_main=other_main)
-    if out is not None:  # a reference in it is to be counted
+    if out is not None:  # it has a reference, which would have to be counted
         out.unsend()
         raise SerializationError("holds a remote reference, which is sent to one worker and not published")
     return body, buffers
 
 
 def choose(bodies: Sequence[object], main: str, engine: Engine) -> object:
-    """What a message says of a value, in the form for this worker; one form stands for both.
+    """The body in the form for this worker. A single body serves both kinds of readers.
 
-    main: the main module of who has published it.
+    main: the main module of the publisher.
     """
     return bodies[-1] if main != engine.record.main else bodies[0]
 
@@ -141,31 +142,32 @@ def put_together(
     plain: bool,
     device: torch.device | None = None,
 ) -> Any:
-    """The value again, over the bytes of its buffers. device: where its tensors are moved to, None for nowhere.
+    """The value, over the bytes of its buffers. device: where its tensors are moved to; None: they stay.
 
-    plain: whether no pickle that names anything is read, as the rights of who has published it, or has handed it on, do
-    not go so far; it raises NotAllowed. Raises what unpickling raises, and ProtocolError for what is none.
+    plain: whether the rights of a worker that published or handed on the value exclude pickles that name classes or
+    functions; such a pickle raises NotAllowed. Also raises the errors of unpickling, and ProtocolError for invalid
+    bytes.
     """
     if type(body) is not bytes:
         raise ProtocolError("a version without what it says of its value")
-    said = read_values(body)
-    if len(said.values) == 2:
-        body, others = said.values
+    message = read_values(body)
+    if len(message.values) == 2:
+        body, others = message.values
         if type(body) is not bytes or type(others) is not int or not 0 <= others <= len(spans):
-            raise ProtocolError("a version in a form that is none")
-        said, spans = read_values(body), spans[others:]
-    if plain and not engine.safe and not names_nothing(said.pickled):
+            raise ProtocolError("a version in an invalid form")
+        message, spans = read_values(body), spans[others:]
+    if plain and not engine.safe and not names_nothing(message.pickled):
         raise NotAllowed(
-            f"worker {engine.name!r} has a rule in its option allow for the role of who has published this, or has "
-            "handed it on, and reads no pickle of it that names a class or a function, as that of a dict of tensors "
-            "does; publish each tensor by itself, or set serialization='safe'"
+            f"worker {engine.name!r} has a rule in its option allow for the role of a worker that published this, or "
+            "handed it on, and reads no pickle of that role that names a class or a function, as the pickle of a dict "
+            "of tensors does; publish each tensor by itself, or set serialization='safe'"
         )
     view = memoryview(data)
     segments = [view[start : start + length] for start, length in spans]
     if device is None:
-        values = decode(said, segments, _no_references, safe=engine.safe)
+        values = decode(message, segments, _no_references, safe=engine.safe)
     else:
-        values = _decode_on(device, said, segments, engine.safe)
+        values = _decode_on(device, message, segments, engine.safe)
     if len(values) != 1:
         raise ProtocolError(f"a version with {len(values)} values")
     return values[0]
@@ -180,7 +182,7 @@ def _decode_on(device: torch.device, said: Values, segments: Sequence[Buffer], s
 
 
 def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same tensors on a device; what shares a storage is moved once, and shares one there."""
+    """The tensors on a device. A shared storage is moved once, and is shared there."""
     storages: dict[int, torch.UntypedStorage] = {}
     moved: list[torch.Tensor] = []
     for tensor in tensors:
@@ -204,5 +206,5 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
 
 
 def unreadable(name: str, version: int, error: BaseException) -> str:
-    """What to say of a version whose value cannot be read."""
+    """The error text for a version whose value cannot be read."""
     return f"version {version} of {name!r} cannot be read here: {foreign.said(error)}"

@@ -1,6 +1,6 @@
-"""Digests of versions: by which a reader knows that what another worker handed on is what the publisher has published.
+"""Digests of versions: a reader compares what another worker handed on with what the publisher has published.
 
-The publisher alone is asked for the digest of a version. It computes none before a reader has asked for the first one.
+Readers ask only the publisher for digests. It computes none before the first question.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ MOST_KEPT = 64
 
 
 def digest_of(name: str, edition: Edition, bodies: Sequence[bytes], data: Bytes) -> bytes:
-    """The digest of a version: of what is said of it and of all its bytes. Slow; for a thread.
+    """The digest of a version: of its edition, its bodies and all its bytes. Slow; run it in a thread.
 
-    SHA-256: the fastest of those in hashlib where processors have instructions for it, 1.7 GB/s.
-
-    Of the edition it has what the publisher has said, and not where the bytes lie for one reader.
+    It covers only the fields of the edition that are the same for all readers. SHA-256 is the fastest hash of hashlib
+    on processors with instructions for it (1.7 GB/s).
     """
     said = [name, edition.version, edition.publisher, edition.worker, edition.main, edition.size, edition.spans]
     digest = hashlib.sha256(pack([*said, *bodies]))
@@ -37,13 +36,13 @@ def digest_of(name: str, edition: Edition, bodies: Sequence[bytes], data: Bytes)
 async def is_digest(
     engine: Engine, answer: object, name: str, edition: Edition, bodies: Sequence[bytes], data: Bytes
 ) -> bool:
-    """Whether that, which the publisher has answered, is the digest of a version as it has come here."""
+    """Whether `answer`, the publisher's, is the digest of a version that arrived here."""
     computed: bytes = await in_background(engine, partial(digest_of, name, edition, bodies, data))
     return type(answer) is bytes and answer == computed
 
 
 def changed(source: WorkerRecord, version: int, name: str, publisher: WorkerRecord) -> str:
-    """What to say of a version that is not what its publisher has published."""
+    """The error text for a version that differs from what its publisher has published."""
     return (
         f"what {source.describe()} hands on as version {version} of {name!r} is not what "
         f"{publisher.describe()} has published; it comes from there from now on"
@@ -62,7 +61,7 @@ class Digests:
         return self._tasks.get(version)
 
     def put(self, version: int, task: asyncio.Task[bytes]) -> None:
-        """That task computes the digest of a version."""
+        """Keep the task that computes the digest of a version."""
         self._tasks[version] = task
         while len(self._tasks) > MOST_KEPT:
             del self._tasks[next(iter(self._tasks))]

@@ -1,4 +1,4 @@
-"""What the workers of a group ask each other about published values, and tell each other: the functions for that."""
+"""The handlers for questions and notices of other workers about published values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .version_store import VersionStore
 
 
 class PublicationsForOthers(Protocol):
-    """The published values of a worker (`Publications`), as far as other workers ask for them. On the loop."""
+    """The part of `Publications` that the handlers use. On the loop."""
 
     @property
     def publishers(self) -> Mapping[str, Publisher]:
@@ -46,39 +46,39 @@ class PublicationsForOthers(Protocol):
         """Who may publish a name, and who may read it."""
 
     def on_lease(self, lease: Lease, record: WorkerRecord) -> int:
-        """A worker says that it publishes a name. How many subscriptions to it there are here."""
+        """A worker publishes a name. Returns the number of subscriptions to it here."""
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more."""
 
     def version_store_of(self, name: str) -> VersionStore | None:
-        """What gives versions of a name to others here; None if nothing does."""
+        """The publisher or relay of a name here; None if there is none."""
 
     def version_store_with(self, name: str, version: int) -> VersionStore | None:
-        """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
+        """The version store here that has a version of a name, even of an unpublished name; None if there is none."""
 
     def version_stores_of(self, name: str) -> list[VersionStore]:
-        """Those that may have given versions of a name to readers."""
+        """The version stores that may have given versions of a name to readers."""
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
-        """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
+        """The newest version that this worker has read, for a reader that came after the publisher had gone."""
 
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
 
 
 def _current() -> tuple[PublicationsForOthers, WorkerRecord]:
-    """In a handler: the published values of this worker, and the caller, which need not be known as a member yet."""
+    """In a handler: this worker's published values, and the caller, which may not be known as a member yet."""
     call = current_call.get()
     assert call is not None and call.record is not None, "these functions are handlers"
-    node: Any = call.node  # a Node: there is nothing else
+    node: Any = call.node  # always a Node
     return node.publications, call.record
 
 
 @system
 @inline
 def leased(lease: Lease) -> int:
-    """Handler: the caller publishes a name. How many subscriptions to it there are here."""
+    """Handler: the caller publishes a name. Returns the number of subscriptions to it here."""
     publications, caller = _current()
     return publications.on_lease(lease, caller)
 
@@ -86,7 +86,7 @@ def leased(lease: Lease) -> int:
 @system
 @inline
 def leave(message: LeaveWanted) -> None:
-    """Handler: NotAllowed if the caller may not publish a name, as far as this worker reads it."""
+    """Handler: raises NotAllowed if this worker would not take versions of a name from the caller."""
     publications, caller = _current()
     publications.access.check_publish(caller, message.name)
 
@@ -102,12 +102,12 @@ def unpublished(message: Unpublished) -> None:
 @system
 @inline
 def wanted(message: Want) -> Results | asyncio.Future[Results]:
-    """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
+    """Handler: the newest version of a name that this worker publishes, once it is newer than the caller's."""
     publications, caller = _current()
     publications.access.check_read(caller, message.name)
     versions = publications.version_store_of(message.name)
     before = [version for version in message.released if versions is None or not versions.has(version)]
-    if before:  # of before the name was unpublished, and published anew
+    if before:  # versions from before the name was unpublished and published anew
         release = VersionsReleased(message.name, message.subscription, before)
         for other in publications.version_stores_of(message.name):
             if other is not versions:
@@ -156,7 +156,7 @@ def fetching(message: StillFetching) -> None:
 @system
 @inline
 def latest(message: LatestWanted) -> bytes:
-    """Handler: what this worker has of a name, for who may read it, or publish it next."""
+    """Handler: what this worker has of a name, for a caller that may read it, or publish it next."""
     publications, caller = _current()
     name = message.name
     if not publications.access.may_publish(caller, name):
@@ -189,7 +189,7 @@ def _publisher(publications: PublicationsForOthers, name: str) -> Publisher:
     return publisher
 
 
-#: Of what needs no answer: which function it is said by.
+#: The handler of each message that needs no answer.
 SAID: dict[type[Struct], Callable[..., None]] = {
     VersionsReleased: released,
     SubscriptionClosed: ended,

@@ -13,7 +13,7 @@ from ..meeting.rendezvous import Rendezvous
 
 
 class Home(Protocol):
-    """See the module."""
+    """The part of a `Node` that published values use."""
 
     engine: Engine
     rendezvous: Rendezvous

@@ -1,4 +1,4 @@
-"""Who publishes which name, as far as one worker has heard of it."""
+"""The leases to names that one worker knows of."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Callable, Collection
 from ...logs import logger
 from ...protocol.publication import Lease
 
-# Names that other workers publish, as far as this one keeps who does; and how many have to come before it looks which
-# of them it need not know any more.
+# The most names whose leases are kept, and the fewest new names before leases are dropped that are not needed any more.
 _MOST_NAMES, _MANY_NAMES = 65_536, 64
 
 
 class KnownLeases:
-    """The lease to each name that is known: as it stands in the store of the group (`told.py`). On the loop.
+    """The known lease to each name, as it stands in the group's store (`told.py`). On the loop.
 
-    worker: the name of this worker, for the log. read_here: gives the names that are read here, whose leases are kept
-    in any case; has_gone: whether the worker of that id is gone. A lease that is not here is found in the
-    store. changed: is set, and another one is put in its place, when a lease has come, or the group has changed.
+    worker: the name of this worker, for the log. read_here: returns the names that are read here; their leases are
+    always kept. has_gone: whether the worker of an id is gone. changed: an event that is set, and replaced by a new
+    one, when a lease has come or the group has changed.
     """
 
     def __init__(self, worker: str, read_here: Callable[[], Collection[str]], has_gone: Callable[[int], bool]) -> None:
@@ -27,20 +26,21 @@ class KnownLeases:
         self._read_here = read_here
         self._has_gone = has_gone
         self._leases: dict[str, Lease] = {}
-        self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
-        self._full = False  # whether it was said that there is no room for more
-        self._over: dict[
-            tuple[str, int], int
-        ] = {}  # by name and publisher: turns of leases that have ended, the latest
+        self._unseen, self._look_after = 0, _MANY_NAMES  # new names since the last clean-up, and until the next
+        self._full = False  # whether the log has the warning of no room
+        # The last turn of leases that have ended, by name and publisher.
+        self._over: dict[tuple[str, int], int] = {}
 
     def get(self, name: str) -> Lease | None:
-        """The lease to that name, None if none is known."""
+        """The known lease to a name, or None."""
         return self._leases.get(name)
 
     def hear(self, lease: Lease) -> None:
-        """A lease that this worker needs, or has room for; nothing if it has ended."""
+        """Keep a lease, unless it has ended."""
         known = self._leases.get(lease.name)
-        if lease.turn <= self._over.get((lease.name, lease.publisher), 0):  # it was read in the store before it ended
+        if lease.turn <= self._over.get(
+            (lease.name, lease.publisher), 0
+        ):  # this one was read in the store before it ended
             return
         if known != lease:
             if known is None:
@@ -49,7 +49,7 @@ class KnownLeases:
             self.wake()
 
     def offer(self, lease: Lease) -> None:
-        """A lease of which another worker has told: it is kept if the name is read here, or if there is room."""
+        """Keep a lease that another worker has announced, if the name is read here or there is room."""
         if lease.name in self._leases or len(self._leases) < _MOST_NAMES or lease.name in self._read_here():
             self.hear(lease)
             return
@@ -63,7 +63,7 @@ class KnownLeases:
             )
 
     def end(self, name: str, turn: int, publisher: int) -> bool:
-        """That lease of that worker has ended, as it says itself. Whether it was the one that was known."""
+        """A worker has ended its lease. Returns whether that was the known one."""
         self._over.pop((name, publisher), None)
         self._over[name, publisher] = turn
         if len(self._over) > _MANY_NAMES:
@@ -75,15 +75,14 @@ class KnownLeases:
         return True
 
     def wake(self) -> None:
-        """Wake those that wait for a change."""
+        """Wake the tasks that wait for a change."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def _look(self) -> None:
-        """One more name: forget the leases of workers that are gone, for names that are not read here.
+        """Count a new name; from time to time forget leases of gone workers to names that are not read here.
 
-        All are looked at once as many have come as were left the last time, or as there was room for, but not before
-        some have come (`_MANY_NAMES`): so it costs little on average.
+        The next clean-up comes after as many new names as were left by the last one, so it costs little on average.
         """
         self._unseen += 1
         if self._unseen < self._look_after:

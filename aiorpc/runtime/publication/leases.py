@@ -1,13 +1,13 @@
 """Who may publish a name: the worker that has entered a lease of it in the store of the group, until it is gone.
 
-A lease is made once for each name and publisher. It is changed by compare and set, so two that lease a name at once are
-told apart. A lease is taken over only when its worker is known to be gone, or has released it; the later lease has more
-turns. One that was released stands in the store without an incarnation, and with the last version in place of the
-first, so that the next publisher of the name counts on behind it.
+A lease is made once for each name and publisher. The store changes it by compare and set, so of two workers that lease
+a name at once one wins. A worker takes a lease over only if its holder is known to be gone or has released it; the
+later lease has more turns. A released lease stays in the store without an incarnation, and with the last version in
+place of the first: the next publisher counts on from there.
 
 The store also has a limit of each lease: its publisher raises it before its versions get there. So a worker that takes
-a name over knows without asking any member that no version above the limit exists, and what members say of the newest
-version counts up to the limit alone.
+a name over knows without asking any member that no version above the limit exists, and ignores higher numbers that
+members report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.publication import LAST_VERSION, Lease
 from ..meeting.rendezvous import Rendezvous
 
-#: How many versions a publisher may be ahead of what the store knows.
+#: How many versions a publisher may be ahead of the limit's last raise.
 RESERVED = 1 << 16
 
 _TRIES = 8
@@ -30,7 +30,7 @@ _RELEASED = ""  # in place of the incarnation of a worker
 
 
 class StandingLease(NamedTuple):
-    """What the store has of a name. limit: no version of that lease, or of one before, is higher."""
+    """The store's entry for a name. limit: no version of this or an earlier lease is higher."""
 
     lease: Lease
     incarnation: str
@@ -40,9 +40,9 @@ class StandingLease(NamedTuple):
 def make_lease(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> StandingLease:
     """Lease a name for a worker. Blocking, in bounds.
 
-    newest: the newest version of that name that any member says it has, which counts up to the limit that stands in the
-    store. gone: the ids of members whose leases do not count, as they are gone. Raises RpcUsageError if another worker
-    has the name; RendezvousError if the store cannot be asked.
+    newest: the newest version that any member reports; it counts up to the limit in the store. gone: the ids of gone
+    members, whose leases do not count. Raises RpcUsageError if another worker has the name; RendezvousError if the
+    store cannot be asked.
     """
     expected, turn, first = "", 1, 1
     for _ in range(_TRIES):
@@ -59,17 +59,18 @@ def make_lease(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: 
 
 
 def raise_limit(rendezvous: Rendezvous, stands: StandingLease, limit: int) -> StandingLease:
-    """The lease of this worker with a higher limit; as it was if the store holds another one by now. Blocking, in
-    bounds. RendezvousError if the store cannot be asked."""
+    """Raise the limit of this worker's lease; returns the lease, unchanged if the store holds another one by now.
+    Blocking, in bounds. Raises RendezvousError if the store cannot be asked.
+    """
     higher = stands._replace(limit=limit)
     held = rendezvous.swap(f"published/{stands.lease.name}", _text(stands), _text(higher))
     return higher if held == _text(higher) else stands
 
 
 def release_lease(rendezvous: Rendezvous, stands: StandingLease, last: int) -> None:
-    """Make a name free that this worker has leased. last: its last version, 0 for none. Blocking, in bounds.
+    """Release this worker's lease of a name. last: its last version, 0 for none. Blocking, in bounds.
 
-    Nothing if the store holds another lease by now. RendezvousError if the store cannot be asked.
+    Does nothing if the store holds another lease by now. Raises RendezvousError if the store cannot be asked.
     """
     last = max(last, 1)
     free = StandingLease(replace(stands.lease, first=last), _RELEASED, last)
@@ -83,7 +84,7 @@ def release_lease(rendezvous: Rendezvous, stands: StandingLease, last: int) -> N
 
 
 def taken(name: str, worker: str, holder: int) -> RpcUsageError:
-    """The error for a name that a worker, of that name and id, has."""
+    """The error for a name that another worker publishes. worker, holder: its name and id."""
     return RpcUsageError(
         f"{name!r} is published by worker {worker!r} (id {holder}), and a name has one publisher: let that one "
         "publish, or take another name. When that worker has unpublished it, has left or was lost, the name is free"
@@ -91,10 +92,10 @@ def taken(name: str, worker: str, holder: int) -> RpcUsageError:
 
 
 def find_lease(rendezvous: Rendezvous, name: str) -> StandingLease | None:
-    """The lease to a name that stands in the store, whether its worker lives or not. Blocking, in bounds.
+    """The lease to a name in the store, whether its worker lives or not. Blocking, in bounds.
 
-    None if no worker has ever had the name, or if the last one has released it. RendezvousError if the store cannot be
-    asked, or holds what is no lease.
+    None if no worker has ever had the name, or if the last one has released it. Raises RendezvousError if the store
+    cannot be asked, or holds no valid lease.
     """
     found = rendezvous.look_up(f"published/{name}")
     if found is None:
@@ -125,5 +126,5 @@ def _parse(rendezvous: Rendezvous, name: str, text: str) -> StandingLease:
 def _is_gone(rendezvous: Rendezvous, stands: StandingLease, gone: set[int]) -> bool:
     if stands.lease.publisher in gone or stands.incarnation == _RELEASED:
         return True
-    # Of a free group the store knows who is in it; a member may have gone before this worker came.
+    # The store knows the members of a free group; the holder may have gone before this worker joined.
     return rendezvous.dynamic and all(each.incarnation != stands.incarnation for each in rendezvous.members())

@@ -1,8 +1,8 @@
-"""Who publishes which name, as one worker knows it: from the store of the group, and as far as its own rules go.
+"""Which worker publishes which name, as one worker knows it from the group's store and by its own rules.
 
-Leases are made, kept and given back in the store (`leases.py`). What other workers tell of theirs is looked up there
-(`told.py`). What is known is kept here (`known.py`), and a lease of a member whose role may not publish the name here
-(`access.py`) is as none: this worker neither follows it nor is kept by it from publishing the name itself.
+Leases are made, kept and released in the store (`leases.py`). Leases that other workers announce are looked up there
+(`told.py`). `known.py` keeps the known ones. A lease of a member whose role may not publish the name here (`access.py`)
+does not count: this worker does not follow it, and may publish the name itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 class Names:
-    """See the module. On the loop.
+    """The leases of all names for one worker. On the loop.
 
-    read_here: gives the names that are read here. lost: called with a name that this worker publishes and that another
-    one has in the store.
+    read_here: returns the names that are read here. lost: called with a name that this worker publishes and another one
+    has in the store.
     """
 
     def __init__(self, home: Home, read_here: Callable[[], Collection[str]], lost: Callable[[str], None]) -> None:
@@ -50,41 +50,41 @@ class Names:
         self._engine = home.engine
         self._lost = lost
         self._leases = KnownLeases(home.engine.name, read_here, home.group.has_gone)
-        self._stood_in: dict[str, Lease] = {}  # what was told and not found in the store yet, as that does not answer
+        self._stood_in: dict[str, Lease] = {}  # announced leases that count while the store does not answer
         self._told = ToldLeases(home.engine, home.rendezvous, read_here, self._take, self._stand_in)
 
     @property
     def changed(self) -> asyncio.Event:
-        """Is set, and another one is put in its place, when a lease has come, or the group has changed."""
+        """An event that is set, and replaced by a new one, when a lease has come or the group has changed."""
         return self._leases.changed
 
     def wake(self) -> None:
-        """The group has changed: who waits for a publisher looks again."""
+        """The group has changed: wake the tasks that wait for a publisher."""
         self._leases.wake()
 
     def get(self, name: str) -> Lease | None:
-        """The lease to a name that is known here."""
+        """The known lease to a name, or None."""
         return self._leases.get(name)
 
     def holder(self, lease: Lease) -> WorkerRecord | None:
-        """The member that has made a lease, if it lives and may publish the name as far as this worker goes."""
+        """The member that has made a lease, if it lives and this worker's rules let it publish the name."""
         record = self._home.group.members.get(lease.publisher)
         if record is None or self._home.group.is_gone(record) or not self.access.may_publish(record, lease.name):
             return None
         return record
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
-        """Whether that worker is known as the one that publishes a name, and lives."""
+        """Whether a worker is the known publisher of a name, and lives."""
         lease = self._leases.get(name)
         return lease is not None and lease.publisher == record.id and self.holder(lease) is not None
 
     def has_published(self, record: WorkerRecord, name: str, version: int) -> bool:
-        """Whether a version is of that worker, if there is one: those before its first one are of earlier ones."""
+        """Whether a version of a name must be the worker's own: earlier publishers made those before its first one."""
         lease = self._leases.get(name)
         return self.publishes(record, name) and lease is not None and version >= lease.first
 
     def describe(self, name: str) -> str:
-        """Who publishes a name, for errors."""
+        """Which worker publishes a name, for errors."""
         lease = self._leases.get(name)
         if lease is None:
             return "no worker publishes it at present"
@@ -99,25 +99,25 @@ class Names:
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def tell(self, lease: Lease, record: WorkerRecord) -> None:
-        """A worker tells of a lease of its own. Raises NotAllowed if it may not publish the name here."""
+        """A worker announces a lease of its own. Raises NotAllowed if it may not publish the name here."""
         self.access.check_publish(record, lease.name)
         if self._leases.get(lease.name) != lease:
             self._told.tell(lease)
 
     def tell_end(self, message: Unpublished, worker_id: int) -> bool:
-        """A worker tells that a lease of its own has ended. Whether it was the one that was known."""
+        """A worker announces the end of its lease. Returns whether that was the known one."""
         self._told.end(message.name, worker_id)
         return self._leases.end(message.name, message.turn, worker_id)
 
     def _take(self, name: str, lease: Lease | None) -> None:
-        """What stands in the store under a name of which a worker has told."""
+        """Take what the store has under a name that a worker has announced."""
         stood_in = self._stood_in.pop(name, None)
         if lease is None:
             if stood_in is not None:
                 self._leases.end(name, stood_in.turn, stood_in.publisher)
             return
         known, holder = self._leases.get(name), self.holder(lease)
-        # One that the store has had before the known one was read late; but what was told alone has any turn.
+        # An older lease was read late. A lease that only was announced does not count in this comparison.
         lesser = holder is None or (known is not None and lease.turn < known.turn and stood_in is None)
         if lesser and known is not None and self.holder(known) is not None:
             return
@@ -126,7 +126,7 @@ class Names:
             self._lost(name)
 
     def _stand_in(self, lease: Lease) -> None:
-        """The store does not answer: a lease that was told counts where no other one is known to."""
+        """The store does not answer: an announced lease counts if no other valid one is known."""
         known = self._leases.get(lease.name)
         if (known is None or self.holder(known) is None) and self.holder(lease) is not None:
             self._stood_in[lease.name] = lease
@@ -135,7 +135,7 @@ class Names:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     async def at_store(self, step: Callable[[], T]) -> T:
-        """What the store of the group says. RendezvousError if it says nothing for as long as a call may take."""
+        """Run a step at the group's store. Raises RendezvousError if it takes longer than a call may."""
         limit = self._engine.default_timeout
         try:
             async with asyncio.timeout(limit or None):
@@ -144,7 +144,7 @@ class Names:
             raise RendezvousError(f"the store of the group has not answered for {limit:g} s") from None
 
     async def look_up(self, name: str) -> Lease | None:
-        """The lease to a name that stands in the store; None if there is none, or if the store does not say."""
+        """The lease to a name in the store; None if there is none, or if the store cannot be asked."""
         try:
             stands = await self._engine.steps.run(partial(find_lease, self._home.rendezvous, name))
         except RendezvousError as error:
@@ -155,9 +155,9 @@ class Names:
         return lease
 
     async def lease(self, name: str) -> StandingLease:
-        """Lease a name for this worker. Raises what `make_lease` raises, and NotAllowed if no member would read it."""
+        """Lease a name for this worker. Raises the errors of `make_lease`, and NotAllowed if all members refuse it."""
         home, record = self._home, self._engine.record
-        try:  # also where a lease is known: it may have ended, and another worker may have made one since
+        try:  # even if a lease is known: it may have ended, and another worker may have made one since
             stands = await self.at_store(partial(find_lease, home.rendezvous, name))
         except RendezvousError:
             known = self.get(name)
@@ -167,7 +167,7 @@ class Names:
             raise taken(name, known.worker, known.publisher) from None
         newest = 0
         if stands is not None and stands.lease.publisher != record.id and self.holder(stands.lease) is not None:
-            # Not asked for what there is: it may publish more, and be gone before all have answered.
+            # Do not ask members for versions: it may publish more, and be gone before all have answered.
             raise taken(name, stands.lease.worker, stands.lease.publisher)
         await self._ask_leave(name)
         if stands is not None:
@@ -179,7 +179,7 @@ class Names:
         return made
 
     async def _newest(self, name: str, stands: StandingLease) -> int:
-        """The newest version of a name that is taken over: what members say of it, up to what the store knows."""
+        """The newest version, by all members, of a name to take over; `LAST_VERSION` if a member is silent."""
         found = await self.ask_all(name)
         silent = [record for record, said in found if said is None and not self._home.group.is_gone(record)]
         if not silent:
@@ -196,7 +196,7 @@ class Names:
     # --- the members --------------------------------------------------------------------------------------------------
 
     async def ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest | None]]:
-        """What each member that lives has of a name, this one as well; None of who does not say."""
+        """What each live member has of a name, this one included; None for a member that does not answer."""
 
         async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
             try:
@@ -207,13 +207,13 @@ class Names:
         return await asyncio.gather(*map(ask, self._home.group.live()))
 
     async def _ask_leave(self, name: str) -> None:
-        """Raise NotAllowed if each other member refuses to take that name from this worker.
+        """Raise NotAllowed if each other member refuses to take the name from this worker.
 
-        One that accepts, or that does not say in time, is enough: what one member refuses concerns that one alone.
+        A single member that accepts, or does not answer in time, is enough: a refusal concerns its member alone.
         """
-        said = write(LeaveWanted(name))
+        question = write(LeaveWanted(name))
         others = [record for record in self._home.group.live() if record.id != self._engine.id]
-        asked = {self._engine.tasks.spawn(self._ask(record, leave, said)) for record in others}
+        asked = {self._engine.tasks.spawn(self._ask(record, leave, question)) for record in others}
         refusal: NotAllowed | None = None
         try:
             while asked:
@@ -229,6 +229,6 @@ class Names:
         if refusal is not None:
             raise refusal
 
-    async def _ask(self, record: WorkerRecord, function: Function, said: bytes) -> object:
+    async def _ask(self, record: WorkerRecord, function: Function, message: bytes) -> object:
         limit = self._engine.bounds.vouch
-        return await self._home.peers.of(record).call(function, (said,), None, limit, system=True)
+        return await self._home.peers.of(record).call(function, (message,), None, limit, system=True)

@@ -1,4 +1,4 @@
-"""What this worker asks other workers about published values, and what it tells them."""
+"""The questions and notices of this worker to others about published values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..calls.options import CallOptions
 from .handlers import SAID, digest, pieced, wanted
 from .home import Home
 
-# Seconds until a worker is told again what it did not take.
+# Seconds until an overloaded worker gets a notice again.
 _TOLD_PAUSE = 0.1
 
 
 class Outbound:
-    """See the module. On the loop."""
+    """Sends questions and notices about published values. On the loop."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._engine = home.engine
 
     def member(self, worker_id: int) -> WorkerRecord | None:
-        """The member of that id, if there is one that lives."""
+        """The live member of an id, or None."""
         record = self.known(worker_id)
         return record if record is not None and not self._home.group.is_gone(record) else None
 
     def known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a member, which may have gone; None if it is not known any more."""
+        """The record of a member, which may have gone; None if it is unknown here."""
         return self._home.group.members.get(worker_id)
 
     def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[object]:
@@ -51,8 +51,9 @@ class Outbound:
         return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True, options=options)
 
     def tell(self, record: WorkerRecord, message: Struct) -> None:
-        """Say something to a worker that needs no answer. One that takes no further calls now is told again: it would
-        keep what is not held any more, and wait for readers that are gone."""
+        """Send a notice that needs no answer. An overloaded worker gets it again; otherwise it would keep memory that
+        no reader holds, and wait for readers that are gone.
+        """
         function = SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
@@ -65,5 +66,5 @@ class Outbound:
             self._engine.call_on_loop(self._engine.loop.call_later, _TOLD_PAUSE, self._tell_again, record, message)
 
     def _tell_again(self, record: WorkerRecord, message: Struct) -> None:
-        if not isinstance(message, StillFetching):  # it says so again by itself
+        if not isinstance(message, StillFetching):  # the next one follows anyway
             self.tell(record, message)

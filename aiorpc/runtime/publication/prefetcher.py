@@ -1,10 +1,10 @@
-"""What a subscription gets from the worker that publishes its name: the newest version, fetched before it is wanted.
+"""Fetches the newest version for a subscription before the program wants it.
 
 A prefetcher asks for the next version as soon as it has one, and keeps it until the program takes it; a newer one takes
-its place. So the program gets the newest version there is, and a version that the program does not take is never read.
+its place. So the program gets the newest version, and a version that it does not take is never decoded.
 
-A version that lies in a slot is mapped for this subscription alone. It is released when the value and all its tensors
-have died; then the pages that were written to are given back, and only after that is the publisher told.
+A version in a slot is mapped for this subscription alone. It is released when the value and all its tensors have died:
+a thread gives back the written pages, and after that the prefetcher tells the publisher.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ from .version_store import in_background
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
-# What is released of versions up to so many bytes waits for so many seconds to go along with the next question.
+# The release of a version up to _LARGE bytes waits _PATIENCE seconds, to travel with the next question.
 _LARGE, _PATIENCE = 64 << 20, 0.2
-# So many times as long as who fetches for its host may say nothing, its readers wait for a version that there is.
+# Readers wait this multiple of `stalled` for a leader's next version; then they pass the leader by.
 _MOST_STALLS = 6
-# Unused views of slots that are kept for the next version.
+# The most unused views of slots that are kept for the next versions.
 _MOST_IDLE = 4
 
 
 class PublicationsForPrefetcher(Protocol):
-    """What a prefetcher needs of the published values of its worker."""
+    """The part of `Publications` that a prefetcher uses."""
 
     names: Names
     outbound: Outbound
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
-        """The worker that publishes a name, once there is one; or one that has a version which it left behind.
+        """Wait for the worker that publishes a name, or for a member that has a version of it.
 
         newest: the version that is here already.
         """
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
-        """The member of that id, which fetches for this host what another one publishes; this worker begins to.
+        """The member that fetches a name for this host. If it is this worker, it begins to.
 
         RpcUsageError if there is no such member.
         """
 
     def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
-        """A prefetcher is closed, and nothing that it has brought is alive any more."""
+        """A prefetcher is closed, and none of its values is alive any more."""
 
 
 class ArrivedVersion(NamedTuple):
-    """A version that is here whole. plain: whether the one who has sent it may send no pickles.
+    """A version that has arrived whole. plain: whether its publisher or sender may send no pickles.
 
-    data: its bytes, which are the reader's own. view: of the slot that they came in, which has them whatever the reader
-    has written, as long as `mapped` lives; None if they came with the answer. publisher: who has published it.
+    data: its bytes, the reader's own. view: of its slot, which keeps the published bytes while `mapped` lives, even if
+    the reader writes to its own; None if the bytes came with the answer. publisher: who published it.
     """
 
     edition: Edition
@@ -96,10 +96,11 @@ class ArrivedVersion(NamedTuple):
 
 
 class Prefetcher:
-    """See the module. On the loop, but for `take`, `forget` and `close_later`, which any thread may call.
+    """Fetches for one subscription. On the loop; any thread may call `take`, `forget` and `close_later`.
 
-    number: of the subscription, at this worker. newest: the newest version that is here whole, 0 for none.
-    kept: that one, as long as it can be given to others as it is; kept for those who come when its publisher has gone.
+    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none.
+    kept: that version, for readers that come when its publisher has gone; None if the program may have changed its
+    bytes.
     """
 
     def __init__(
@@ -114,22 +115,22 @@ class Prefetcher:
         self._publications = publications
         self._outbound = publications.outbound
         self.newest: int = 0
-        self._made_by = -1  # the id of the worker that has published the newest one
+        self._made_by = -1  # id of the publisher of `newest`
         self._maps = False
         self._views: dict[int, SlotView] = {}
-        self._source: WorkerRecord | None = None  # the worker whose slots these are
-        self._leader: WorkerRecord | None = None  # who fetches for this host
-        self._passed_by: set[WorkerRecord] = set()  # who fetch for this host, and have handed on nothing, or else
-        self._behind_since = 0.0  # when this one was sent to them first, and nothing has come since (monotonic seconds)
-        self._late: set[WorkerRecord] = set()  # who did so, and may have answered when this one waited no more
+        self._source: WorkerRecord | None = None  # the worker that owns these slots
+        self._leader: WorkerRecord | None = None  # fetches for this host
+        self._passed_by: set[WorkerRecord] = set()  # leaders that handed on nothing, or something wrong
+        self._behind_since = 0.0  # since when a leader has a newer version and hands on nothing (monotonic seconds)
+        self._late: set[WorkerRecord] = set()  # former leaders; their answers may have come too late
         self._trouble = ""  # why nothing has come
-        # What is lent, and by whom. By view, as two publishers may have versions of the same number.
+        # The version and the lender of each view. By view, because two publishers may have versions of the same number.
         self._lent: dict[SlotView, tuple[int, WorkerRecord]] = {}
         self._ready: ArrivedVersion | None = None
         self._error: Exception | None = None
-        self._refusal: Exception | None = None  # why the newest version cannot be had, until a turn has raised it
-        self._unsaid: list[tuple[int, WorkerRecord]] = []  # versions that were released, and whose they are
-        self._saying: asyncio.TimerHandle | None = None  # says so, if they do not go along with a question
+        self._refusal: Exception | None = None  # why the newest version cannot come, until a turn raises it
+        self._unsaid: list[tuple[int, WorkerRecord]] = []  # released versions and their lenders, not yet told
+        self._saying: asyncio.TimerHandle | None = None  # tells them, if no question does before
         self._size = 0  # bytes of the newest version
         self._wakers: set[Callable[[], object]] = set()
         self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
@@ -152,9 +153,9 @@ class Prefetcher:
     # --- the program, in any thread -----------------------------------------------------------------------------------
 
     def take(self, waker: Callable[[], object] | None) -> ArrivedVersion | None:
-        """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
-        looking again, if there is one. Raises what has ended the prefetcher, and once why the newest version
-        cannot be had here."""
+        """Take the newest version. If there is none new: returns None, and calls the waker when it is worth trying
+        again. Raises the error that ended the prefetcher, and once the reason why the newest version cannot come here.
+        """
         with self._lock:
             if waker is not None:
                 self._wakers.discard(waker)
@@ -170,7 +171,7 @@ class Prefetcher:
         return arrival
 
     def forget(self, waker: Callable[[], object]) -> None:
-        """That one does not wait any more."""
+        """A waker does not wait any more."""
         with self._lock:
             self._wakers.discard(waker)
 
@@ -180,7 +181,7 @@ class Prefetcher:
             self.engine.call_on_loop(self.close)
 
     def describe(self) -> str:
-        """What is waited for, for errors."""
+        """What this waits for, for errors."""
         newer = f" newer than {self.newest}" if self.newest else ""
         reason = self._trouble or self._publications.names.describe(self.name)
         return f"no version of {self.name!r}{newer} has come to worker {self.engine.name!r}: {reason}"
@@ -201,7 +202,7 @@ class Prefetcher:
                             self._asking = False
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerLeft):
-                    await asyncio.sleep(_FIRST_PAUSE)  # the next publisher of the name says so
+                    await asyncio.sleep(_FIRST_PAUSE)  # the next publisher of the name announces itself
                 except (ProtocolError, NotAllowed):
                     raise
                 except SerializationError as error:
@@ -217,7 +218,7 @@ class Prefetcher:
             self.end(error)
 
     async def _refused(self, error: SerializationError) -> None:
-        """The newest version is not sent to here. A turn raises that, and then asks again."""
+        """The newest version cannot be sent here. Wait until a turn has raised that, then ask again."""
         self._trouble = str(error)
         refusal = RpcError(f"the newest version of {self.name!r} cannot come to worker {self.engine.name!r}: {error}")
         refusal.__cause__ = without_frames(error)
@@ -228,7 +229,7 @@ class Prefetcher:
             await asyncio.sleep(_LAST_PAUSE)
 
     def _goes_on(self, record: WorkerRecord) -> bool:
-        """Whether that worker is to be asked for the next version."""
+        """Whether to ask a worker for the next version."""
         return self.reads and (self._publications.names.publishes(record, self.name) or not self.newest)
 
     async def _fetch(self, record: WorkerRecord) -> None:
@@ -236,14 +237,14 @@ class Prefetcher:
         publisher, record = record, self._leader or record
         if self._source != record:
             self._source, self._views = record, {}
-            self._maps = self.engine.options.shared_memory > 0  # until it is seen that its slots cannot be mapped
+            self._maps = self.engine.options.shared_memory > 0  # until mapping one of its slots fails
         released = [version for version, source in self._unsaid if source == record]
         self._unsaid = [each for each in self._unsaid if each[1] != record]
         if not self._unsaid and self._saying is not None:
             self._saying.cancel()
         want = Want(self.name, self.number, self.newest, self._maps, released, False)
         try:
-            # The leader of this host may have stalled: from time to time the publisher is asked who it is.
+            # The leader of this host may have stalled: from time to time ask the publisher which worker it is.
             elsewhere = self._leader is not None and self._leader.id != self.engine.id
             answer = await self._outbound.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError as error:
@@ -253,7 +254,7 @@ class Prefetcher:
                 raise
             if isinstance(error, (NotAllowed, ProtocolError, SerializationError)):
                 self._pass_by(record, str(error))
-            self._leader = None  # the publisher says which worker fetches for this host now
+            self._leader = None  # the publisher names the present leader
             self._late.add(record)
             await asyncio.sleep(_FIRST_PAUSE)
             return
@@ -277,7 +278,7 @@ class Prefetcher:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         bodies = tuple([each for each in rest if type(each) is bytes])
         self._check(edition, bodies, record, publisher)
-        # What comes by way of another worker is compared, but where any member may have anything run here.
+        # A version through another worker is compared with its digest, unless all members may run anything here.
         others = record not in (publisher, self.engine.record)
         compares = others and not self.engine.rights.unlimited
         view: SlotView | None = None
@@ -291,7 +292,7 @@ class Prefetcher:
                 return
             view, mapped = found
             data = mapped
-            if edition.copy or compares:  # who has lent it could change it after it was compared
+            if edition.copy or compares:  # the lender could change it after the comparison
                 data = await in_background(self.engine, mapped.copy)
         if compares:
             view, mapped = None, None
@@ -317,18 +318,18 @@ class Prefetcher:
         return sorted({*edition.roles, *others})
 
     def _check(self, edition: Edition, bodies: Sequence[bytes], record: WorkerRecord, publisher: WorkerRecord) -> None:
-        """Raise ProtocolError for a version that this worker cannot have sent."""
+        """Raise ProtocolError for a version that `record` must not send."""
         if not 1 <= len(bodies) <= 2:
             raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
         if edition.version <= self.newest:
             raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
-        own = edition.publisher == publisher.id  # else it is handed on, because its publisher has gone
+        own = edition.publisher == publisher.id  # if not: handed on, because its publisher has gone
         names = self._publications.names
         if not own and (record != publisher or names.has_published(publisher, self.name, edition.version)):
             raise ProtocolError(f"{record.describe()} has sent a version of another worker")
 
     def _lead_by(self, said: AskLeader, publisher: WorkerRecord) -> None:
-        """The publisher says who fetches for this host. One that hands on nothing for long is passed by."""
+        """The publisher has named the leader of this host. A leader that hands on nothing for long is passed by."""
         late, self._late = self._late, set()
         for each in late:
             if each.id != said.leader:
@@ -339,12 +340,12 @@ class Prefetcher:
         elif now - self._behind_since > _MOST_STALLS * self.engine.bounds.stalled and leader.id != self.engine.id:
             self._pass_by(leader, f"{leader.describe()} hands on no version of {self.name!r} for its host")
         if leader in self._passed_by:
-            self._maps = False  # as one that cannot map: the publisher itself sends it the bytes
+            self._maps = False  # so the publisher itself sends the bytes
         else:
             self._leader = leader
 
     def _pass_by(self, leader: WorkerRecord, reason: str) -> None:
-        """Take nothing of what that worker hands on any more."""
+        """Take nothing from a leader any more."""
         if leader not in self._passed_by:
             self._passed_by.add(leader)
             logger.warning("worker %s: %s", self.engine.name, reason)
@@ -352,17 +353,17 @@ class Prefetcher:
         self._leader = None
 
     def _follow(self, publisher: WorkerRecord) -> None:
-        """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.
+        """Count all versions of a new publisher as newer than the previous publisher's, regardless of their numbers.
 
-        A worker that takes a name over asks for the newest version that any member has. A version that was under way
-        to this worker just then is not among them, and a wait for more than its number would be long.
+        A worker that takes a name over asks all members for their newest version. It does not hear of a version that
+        was under way to this worker just then; waiting for a higher number would take long.
         """
         lease = self._publications.names.get(self.name)
         if lease is not None and lease.publisher == publisher.id != self._made_by:
             self.newest = min(self.newest, lease.first - 1)
 
     def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
-        """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
+        """The view of a slot and the bytes of the version in it; None if this worker cannot map it."""
         view = self._views.get(offer.slot)
         try:
             if record.host != self.engine.record.host:
@@ -383,7 +384,7 @@ class Prefetcher:
         return view, data
 
     def _share(self) -> DescriptorShare | None:
-        """Leave to open one more slot, for which unused ones are closed if need be; None if there is none."""
+        """A descriptor for one more slot; closes unused slots if there is none. None if there is still none."""
         share = self._descriptors.take()
         if share is None:
             self._views = {number: view for number, view in self._views.items() if view.adopted}
@@ -393,7 +394,7 @@ class Prefetcher:
         return share
 
     def _drop_idle(self, there: list[int]) -> None:
-        """Unmap slots that their owner has not any more: their memory would stay."""
+        """Unmap idle slots that their owner has freed, and more than `_MOST_IDLE`: mapping keeps their memory."""
         idle = [number for number, view in self._views.items() if not view.adopted]
         for place, number in enumerate(idle):
             if number not in there or place < len(idle) - _MOST_IDLE:
@@ -402,8 +403,8 @@ class Prefetcher:
     def _arrived(self, arrival: ArrivedVersion) -> None:
         edition = arrival.edition
         self.newest, self._made_by, self._size, self._trouble = edition.version, edition.publisher, edition.size, ""
-        # The bytes of a version without a slot are the reader's own, which may have written to them. A version that has
-        # no bytes of that kind stands in its message, which does not change.
+        # The program may write to bytes that came without a slot. A version without bytes is all in its message, which
+        # does not change.
         self.kept = arrival if arrival.view is not None or not edition.size else None
         self._behind_since = 0.0
         with self._lock:
@@ -419,7 +420,7 @@ class Prefetcher:
     # --- what is released ---------------------------------------------------------------------------------------------
 
     def _on_release(self, view: SlotView, version: int, record: WorkerRecord) -> None:
-        # In any thread, and from inside the garbage collector: no lock.
+        # Any thread, also inside the garbage collector: takes no lock.
         self._released.append((view, version, record))
         self.engine.call_on_loop(self._give_back)
 
@@ -439,7 +440,7 @@ class Prefetcher:
 
     def _tell_released(self, released: list[tuple[SlotView, int, WorkerRecord]]) -> None:
         for view, _, _ in released:
-            if view.stale:  # as the program has locked its memory: the slot is mapped anew
+            if view.stale:  # the program has locked its memory: map the slot anew
                 self._views = {number: each for number, each in self._views.items() if each is not view}
         unsaid = [(version, record) for view, version, record in released if self._lent.pop(view, None) is not None]
         if unsaid and not self._unsaid:
@@ -457,12 +458,12 @@ class Prefetcher:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception) -> None:
-        """No more versions come, because of that error; what has come can be taken still."""
+        """No more versions come, because of `error`. A version that is here can still be taken."""
         self._error = self._error or error.with_traceback(None)
         self._wake()
 
     def finish(self) -> None:
-        """The name was unpublished. What answers a question that is under way can be taken still, then it ends."""
+        """The name was unpublished. A question under way is still answered; then it ends."""
         self._over = True
         if not self._asking:
             if self._task is not None:
@@ -475,13 +476,13 @@ class Prefetcher:
         self.end(StopAsyncIteration())
 
     def close(self) -> None:
-        """Fetch no more, and tell the publisher. What was taken stays valid. Again: nothing."""
+        """Fetch no more, and tell the publisher. What was taken stays valid. Idempotent."""
         if self.closed:
             return
         self.closed = True
         if self._task is not None:
             self._task.cancel()
-            # It ends with an error, whose traceback has the frames that it ended in, and what these were about to copy.
+            # The traceback of its error keeps frames, and with them the data that they were about to copy.
             self._task = None
         with self._lock:
             self._ready = None
@@ -491,8 +492,8 @@ class Prefetcher:
         self._wake()
         self._views = {}
         if self._source is not None:
-            # What was released is not held, although that was not told yet. If this worker is about to leave this is
-            # the last that is heard of it, as its process may live on and with it whatever it is taken to hold.
+            # Do not report released versions as held. If this worker is about to leave, this is its last report, and
+            # its process may live on.
             for view in [view for view, (_, record) in self._lent.items() if record == self._source]:
                 if not view.adopted:
                     del self._lent[view]
@@ -502,17 +503,17 @@ class Prefetcher:
         lease = self._publications.names.get(self.name)
         publisher = None if lease is None else self._outbound.known(lease.publisher)
         if publisher is not None and publisher != self._source:
-            # It counts this one among the readers, though another worker fetches for this host, or waits for it to ask.
+            # It counts this subscription as a reader, although another worker fetches for this host.
             self._outbound.tell(publisher, SubscriptionClosed(self.name, self.number, []))
         self._look_whether_over()
 
     def _end_at(self, source: WorkerRecord) -> None:
-        """Tell a worker that it is asked no more, and so that nothing is held of what it has given but what is lent."""
+        """Tell a worker that the subscription has ended, and which of its versions are still lent."""
         held = [version for version, record in self._lent.values() if record == source]
         self._outbound.tell(source, SubscriptionClosed(self.name, self.number, held))
 
     def let_go(self) -> None:
-        """The worker ends: say no more of what is released."""
+        """The worker ends: report no more releases."""
         for view in self._lent:
             view.let_go()
         self._lent.clear()
@@ -524,7 +525,7 @@ class Prefetcher:
 
 
 def _bytes_of(data: tuple[object, ...] | list[object], size: int) -> Bytes:
-    """The bytes that came with an answer. Raises ProtocolError if they are not so many."""
+    """The bytes that came with an answer. Raises ProtocolError if there are not `size` of them."""
     if not data and not size:
         return numpy.empty(0, numpy.uint8)
     if len(data) != 1 or type(data[0]) is not torch.Tensor or data[0].dtype is not torch.uint8:

@@ -1,7 +1,7 @@
 """The published values of one worker: those that it publishes, and those that it reads.
 
-How a publisher and its readers find each other: the worker that leases a name (`leases`) says so to all members,
-and to each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
+The worker that leases a name (`leases`) announces it to all members, and to each that joins later. So a reader knows
+the publisher of every name without the store, and asks that worker alone.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ from .version_store import VersionStore, in_background
 
 T = TypeVar("T")
 
-# Seconds between two tries to tell a worker of a lease, or of its end.
+# Seconds between two announcements of a lease, or of its end, to an overloaded worker.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
-# Names that are not read any more, of which a worker knows how far it has read them.
+# The most names of ended subscriptions whose newest version a worker remembers.
 _MOST_READ = 65_536
 
 
 class Publications:
-    """See the module. On the loop, but for the verbs (`publish`, `subscribe`, `delivered`), which any thread may call.
+    """The published values of one worker. On the loop; any thread may call the verbs (`publish`, `delivered`, ...).
 
-    publishers: by name. relays: of names that this worker fetches for its host. prefetchers: of the subscriptions that
-    are open, or whose values are alive, by their numbers.
+    publishers: by name. relays: of names that this worker fetches for its host. prefetchers: by number, of
+    subscriptions that are open or whose values are alive.
     """
 
     def __init__(self, home: Home) -> None:
         self.publishers: dict[str, Publisher] = {}
         self.relays: dict[str, Relay] = {}
         self.prefetchers: dict[int, Prefetcher] = {}
-        self._ended: list[VersionStore] = []  # whose versions are held still
-        self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions by name, those that ended last
+        self._ended: list[VersionStore] = []  # their versions are still held
+        self._were_read: dict[str, int] = {}  # newest versions of ended subscriptions, by name
         self._home = home
         self._engine = home.engine
         self.names: Names = Names(home, self._read_here, self._on_lost)
@@ -92,7 +92,7 @@ class Publications:
         self._engine.lifetime.check_begin()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
-        future._site = call_site(outside("aiorpc"))  # so a failure that is not looked at is logged
+        future._site = call_site(outside("aiorpc"))  # to log a failure that the program does not look at
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -137,8 +137,8 @@ class Publications:
             publisher = self.publishers.get(name)
             if publisher is None:
                 raise RpcUsageError(
-                    f"worker {engine.name!r} has unpublished {name!r}, and does not know any more who has version "
-                    f"{version} of it: wait for the delivery first, then unpublish the name"
+                    f"worker {engine.name!r} has unpublished {name!r}, and does not know any more which readers have "
+                    f"version {version} of it: wait for the delivery first, then unpublish the name"
                 )
             publisher.delivered(version, quorum, limit, future)
 
@@ -153,7 +153,7 @@ class Publications:
         return future
 
     def _begin(self, future: Future[T], make: Callable[[], Awaitable[object]]) -> None:
-        """Have something done on the loop that settles a Future; it is settled also where the worker ends."""
+        """Run a coroutine on the loop that settles a Future. The end of the worker settles it, too."""
         self._pending.add(future)
         future._when_settled(self._pending.discard)
         self._engine.run_on_loop(self._spawn, future, make)
@@ -181,7 +181,7 @@ class Publications:
         future._settle(Publication(name, version, partial(self.delivered, name, version)))
 
     async def _raise_limit(self, publisher: Publisher, limit: int) -> None:
-        """Let the store know that versions go further. Nothing waits for it: without the store no worker takes over."""
+        """Raise the limit in the store. Nothing waits for it: without the store no worker can take the name over."""
         async with self._leasing.setdefault(publisher.name, asyncio.Lock()):
             try:
                 step = partial(raise_limit, self._home.rendezvous, publisher.stands, limit)
@@ -192,7 +192,7 @@ class Publications:
                 publisher.raising = False
 
     async def _publisher(self, name: str) -> Publisher:
-        """The publisher of a name, for which it is leased the first time. Raises what `Names.lease` raises."""
+        """The publisher of a name; leases the name the first time. Raises the errors of `Names.lease`."""
         publisher = self.publishers.get(name)
         if publisher is not None and not publisher.ending and not publisher.unsure:
             return publisher
@@ -208,7 +208,7 @@ class Publications:
                 if publisher is not None and stands.lease == publisher.lease:
                     publisher.stands, publisher.unsure = stands, False
                     return publisher
-                if publisher is not None:  # the store has released it, although it could not say so
+                if publisher is not None:  # the store had released it, but its answer was lost
                     self._retire(publisher)
                 publisher = self.publishers[name] = Publisher(self._home, stands)
                 self._follow_group()
@@ -230,7 +230,7 @@ class Publications:
                 release = partial(release_lease, self._home.rendezvous, publisher.stands, last)
                 await self.names.at_store(release)
             self._retire(publisher)
-            # All who answer have heard it before this worker can lease the name once more; the others hear it later.
+            # All members that answer hear it before this worker can lease the name again.
             told = [self._engine.tasks.spawn(self._tell_end(lease, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
         future._settle(None)
@@ -241,14 +241,14 @@ class Publications:
         self._look()  # newcomers have not been told meanwhile
 
     def _retire(self, publisher: Publisher) -> None:
-        """What this worker publishes no longer."""
+        """Stop publishing a name."""
         del self.publishers[publisher.name]
         publisher.retire(f"worker {self._engine.name!r} has unpublished {publisher.name!r}")
         if publisher.stored:
             self._ended.append(publisher)
 
     def _look(self) -> None:
-        """The group has changed: tell leases to who has not heard of them, and forget readers that are gone."""
+        """The group has changed: announce leases to new members, and forget readers that are gone."""
         group = self._home.group
         for publisher in self.publishers.values():
             for record in group.live():
@@ -261,18 +261,18 @@ class Publications:
             for record in versions.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
-        self.names.wake()  # prefetchers that follow a worker that is gone look for another one
+        self.names.wake()  # prefetchers of a gone publisher look for another one
         self._on_dead()
 
     async def _tell_lease(self, publisher: Publisher, record: WorkerRecord) -> None:
         limit = self._engine.options.rpc_timeout
-        # Deliveries do not wait for a worker that says nothing for so long.
+        # Deliveries do not wait for a worker that is silent for so long.
         silent = self._engine.loop.call_later(limit, publisher.expect, record, 0) if limit else None
 
         def goes_on() -> bool:
             if self.publishers.get(publisher.name) is not publisher:
                 return False
-            publisher.tell(record)  # it may have subscriptions, which wait for this publisher and do not know of it
+            publisher.tell(record)  # it may have subscriptions that wait for this publisher
             return True
 
         try:
@@ -288,9 +288,9 @@ class Publications:
     async def _say(
         self, record: WorkerRecord, function: Function, message: Lease | Unpublished, goes_on: Callable[[], bool]
     ) -> object:
-        """Say something to a worker until it has heard it, because an overloaded worker runs no calls. Its answer.
+        """Call a worker again until it is not overloaded. Returns its answer.
 
-        None if it is gone, or this worker is, or if there is nothing to say any more (goes_on).
+        None if it is gone, if this worker has ended, or if goes_on() says that the message is out of date.
         """
         said, pause = write(message), _FIRST_PAUSE
         while True:
@@ -322,7 +322,7 @@ class Publications:
         return [*self.publishers.values(), *self.relays.values(), *self._ended]
 
     def version_stores_of(self, name: str) -> list[VersionStore]:
-        """Those that may have given versions of a name to readers."""
+        """The version stores that may have given versions of a name to readers."""
         return [versions for versions in self._version_stores() if versions.name == name]
 
     # --- the group ----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class Publications:
         prefetcher.start()
 
     def prefetcher_ended(self, prefetcher: Prefetcher) -> None:
-        """A prefetcher is closed, and nothing that it has brought is alive any more."""
+        """A prefetcher is closed, and none of its values is alive any more."""
         self.prefetchers.pop(prefetcher.number, None)
         if newest := max(prefetcher.newest, self._were_read.pop(prefetcher.name, 0)):
             self._were_read[prefetcher.name] = newest
@@ -355,7 +355,7 @@ class Publications:
                 del self._were_read[next(iter(self._were_read))]
 
     async def source(self, name: str, newest: int) -> WorkerRecord:
-        """The worker that publishes a name, once there is one that lives; or one that has a version which it left.
+        """Wait for the worker that publishes a name, or for a member that has a version of it.
 
         newest: the version that is here already.
         """
@@ -367,7 +367,9 @@ class Publications:
                 record = None if lease is None else self.names.holder(lease)
                 if record is None and not looked:
                     looked, look = True, self._engine.tasks.spawn(self._look_for(name, lease))
-                if record is None and look is not None:  # the store may not answer for long, and who publishes say so
+                if (
+                    record is None and look is not None
+                ):  # the store may be silent for long, but publishers announce themselves
                     await self._engine.tasks.done_or_set(look, changed)
                     if look.done():
                         record, look = look.result(), None
@@ -380,13 +382,13 @@ class Publications:
                 look.cancel()
 
     async def _look_for(self, name: str, lease: Lease | None) -> WorkerRecord | None:
-        """A worker that has a version of a name whose publisher is not known, or has gone; None if there is none."""
+        """A member that has a version of a name whose publisher is unknown or gone; None if there is none."""
         if lease is None:
             lease = await self.names.look_up(name)
             record = None if lease is None else self.names.holder(lease)
             if lease is None or record is not None:
-                return record  # a worker that publishes it first says so
-        # What a member hands on is its own word: its role has to be one that may publish the name.
+                return record  # a first publisher will announce itself
+        # A member answers for versions that it hands on: its role must have the right to publish the name.
         kept = [
             (said.kept, record)
             for record, said in await self.names.ask_all(name)
@@ -396,11 +398,11 @@ class Publications:
         return record if newest else None
 
     def _is_read(self, record: WorkerRecord) -> bool:
-        """Whether pickles that this worker, or another one, hands on are read here, as far as that goes by which."""
+        """Whether this worker reads pickles from a member, depending on the member's role."""
         return record.id == self._engine.id or not self._engine.rights.limited(record.role)
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
-        """The member of that id, which fetches for this host what another one publishes; this worker begins to.
+        """The member that fetches a name for this host. If it is this worker, it begins to.
 
         RpcUsageError if there is no such member.
         """
@@ -419,7 +421,7 @@ class Publications:
         return record
 
     def relay_ended(self, relay: Relay) -> None:
-        """No worker reads from a relay any more, or its publisher has gone."""
+        """A relay has ended: no worker reads from it any more, or its publisher has gone."""
         if self.relays.get(relay.name) is relay:
             del self.relays[relay.name]
             self._ended.append(relay)
@@ -433,7 +435,7 @@ class Publications:
         """What this worker has of a name."""
         versions = self.version_store_of(name)
         prefetchers = [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name]
-        # What was read once shall not be followed by versions before it, though the name is not read just now.
+        # Ended subscriptions count: versions that this worker reads must never go back.
         seen = self._were_read.get(name, 0)
         newest = max(
             [seen, 0 if versions is None else versions.newest, *(prefetcher.newest for prefetcher in prefetchers)]
@@ -445,7 +447,7 @@ class Publications:
         )
 
     def hand_on(self, message: Want) -> asyncio.Task[Results]:
-        """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
+        """The newest version that this worker has read, for a reader that came after the publisher had gone."""
         return self._engine.tasks.spawn(self._hand_on(message))
 
     async def _hand_on(self, message: Want) -> Results:
@@ -461,34 +463,30 @@ class Publications:
             )
         edition = replace(newest.edition, offer=None, copy=False, slots=[])
         data: tuple[torch.Tensor, ...] = ()
-        if newest.view is not None:  # else all of it is in the bodies
+        if newest.view is not None:  # without it all is in the bodies
             data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
         return Results((write(edition), *newest.bodies, *data))
 
     # --- what others say ----------------------------------------------------------------------------------------------
 
     def on_lease(self, lease: Lease, record: WorkerRecord) -> int:
-        """A worker says that it publishes a name. How many subscriptions to it there are here."""
+        """A worker publishes a name. Returns the number of subscriptions to it here."""
         if lease.publisher != record.id:
             raise RpcUsageError(f"{record.describe()} tells of a lease to {lease.name!r} that is not its own")
         self.names.tell(lease, record)
         return len(self._readers(lease.name))
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
-        """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a lease before."""
+        """A worker does not publish a name any more: end the subscriptions to it here. Ignores older leases."""
         if self.names.tell_end(message, caller_id):
             for prefetcher in self._readers(message.name):
                 prefetcher.finish()
 
     def _on_lost(self, name: str) -> None:
-        """Another worker has the name in the store: whether this one has it is seen with the next version."""
+        """Another worker has the name in the store: check the lease with the next version."""
         publisher = self.publishers.get(name)
         if publisher is not None:
             publisher.unsure = True
-
-    def reads(self, name: str) -> bool:
-        """Whether a subscription to the name fetches versions here."""
-        return bool(self._readers(name))
 
     def _readers(self, name: str) -> list[Prefetcher]:
         return [prefetcher for prefetcher in self.prefetchers.values() if prefetcher.name == name and prefetcher.reads]
@@ -498,19 +496,20 @@ class Publications:
         return {prefetcher.name for prefetcher in self.prefetchers.values() if prefetcher.reads}
 
     def version_store_of(self, name: str) -> VersionStore | None:
-        """What gives versions of a name to others here; None if nothing does."""
+        """The publisher or relay of a name here; None if there is none."""
         return self.publishers.get(name) or self.relays.get(name)
 
     def version_store_with(self, name: str, version: int) -> VersionStore | None:
-        """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
+        """The version store here that has a version of a name, even of an unpublished name; None if there is none."""
         ended = [versions for versions in self._ended if versions.name == name and versions.has(version)]
         return ended[0] if ended else self.version_store_of(name)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This worker is about to leave: its subscriptions end. Those who publish are told so if it makes calls still,
-        which is how they learn that nothing is held here any more, as its process may live on. Again: nothing."""
+        """This worker is about to leave: end its subscriptions while it can still tell the publishers that nothing is
+        held here. Its process may live on. Idempotent.
+        """
         error = self._engine.lifetime.why_closed()
         for prefetcher in list(self.prefetchers.values()):
             prefetcher.end(error)
@@ -531,5 +530,5 @@ class Publications:
         self._watch.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of the descriptors, which are the parent's."""
+        """In a forked child: close its copies of the descriptors."""
         self._watch.close_in_child()

@@ -1,9 +1,9 @@
-"""One name at the worker that publishes it: making versions, who has got them, and which readers fetch for their hosts.
+"""One name at the worker that publishes it: making versions, counting deliveries, and choosing leaders of hosts.
 
-The publisher never waits for a reader. Readers of this host map the slot of a version. Of each other host one reader,
-its *leader*, fetches every version in pieces into a version store of its own (`relay`), which the others of its host
-read. The leaders are a chain: the first fetches from here, each other one from the leader before it, piece by piece as
-they come. So what leaves here is about one copy, however many hosts there are.
+The publisher never waits for a reader. Readers of this host map the slot of a version. On each other host one reader,
+its *leader*, fetches every version in pieces into a version store of its own (`relay`), from which the host's other
+readers read. The leaders form a chain: the first fetches from here, each other one from the leader before it, piece by
+piece. So the publisher sends about one copy, regardless of the number of hosts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .leases import StandingLease
 from .readers import AwaitedVersion, Delivery, Readers
 from .version_store import IN_PIECES, Key, Origin, Stored, Subscriber, VersionStore, in_background
 
-# From so many bytes on a copy does not belong on the loop.
+# The least bytes of a copy that is made in a thread, not on the loop.
 _LONG_COPY = 1 << 20
 
 
 @dataclass(eq=False)
 class _AwaitedDelivery(AwaitedVersion):
-    """A delivery that a program waits for. bound: ends the wait."""
+    """A delivery that a program waits for. bound: the timer that ends the wait."""
 
     future: Future[Delivery] = field(default_factory=Future)
     bound: asyncio.TimerHandle | None = None
@@ -42,8 +42,8 @@ class _AwaitedDelivery(AwaitedVersion):
 
 @dataclass(eq=False)
 class _Leader:
-    """Who fetches for a host. seen: when it was heard of last (monotonic seconds). key: its subscription, once it has
-    asked. waiting: whether it asks for a newer version now. given: the one that it was told of last.
+    """The reader that fetches for a host. seen: when it last reported (monotonic seconds). key: its subscription, once
+    it has asked. waiting: whether it waits for a newer version. given: the last version that it was given.
     """
 
     record: WorkerRecord
@@ -54,23 +54,23 @@ class _Leader:
 
 
 class Publisher(VersionStore):
-    """See the module. On the loop."""
+    """The versions of one published name. On the loop."""
 
     def __init__(self, home: Home, stands: StandingLease) -> None:
         super().__init__(home, stands.lease.name)
         self.lease: Lease = stands.lease
-        self.stands = stands  # what the store has of it
-        self.raising = False  # whether the store is being told that versions go further
+        self.stands = stands  # its entry in the store
+        self.raising = False  # whether the limit in the store is being raised
         self.told: set[str] = set()  # the incarnations of the workers that were told of the lease
-        self.ending = False  # whether the name is being unpublished: no version is begun
-        self.unsure = False  # whether that has failed, so that it is to be seen first whether the lease still stands
+        self.ending = False  # the name is being unpublished: no version begins
+        self.unsure = False  # unpublishing has failed: check the lease before the next version
         self.idle: Event = asyncio.Event()  # set while no version is being copied
         self.idle.set()
         self._copying = 0
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
         self._next = self.lease.first
-        self._put_at = 0.0  # when the newest version was there
+        self._put_at = 0.0  # when the newest version was complete
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._readers = Readers()
         self._waiters: set[_AwaitedDelivery] = set()
@@ -80,11 +80,11 @@ class Publisher(VersionStore):
 
     @property
     def last(self) -> int:
-        """The last version that was begun; one less than the first if none was."""
+        """The last version that was begun; the first less one if none was."""
         return self._next - 1
 
     async def put(self, content: Content) -> int:
-        """Copy a value and give it to the readers that wait; its version. Its buffers are free then."""
+        """Copy a value and give it to the waiting readers. Returns its version; its buffers are free then."""
         version, self._next = self._next, self._next + 1
         self._copying += 1
         self.idle.clear()
@@ -106,7 +106,7 @@ class Publisher(VersionStore):
 
         if content.marks:
             await in_background(engine, lambda: self._synchronize(content.marks), self._accelerators.in_background)
-        # If this is cancelled, the worker ends: the thread may go on to write, so the slot is not given back.
+        # Only the end of the worker cancels this: the thread may still write, so the slot is not given back.
         if content.size < _LONG_COPY:
             copy()
         else:
@@ -123,13 +123,13 @@ class Publisher(VersionStore):
     # --- readers ------------------------------------------------------------------------------------------------------
 
     def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
-        """As of a version store. A reader of another host that maps memory there is told its leader."""
+        """See `VersionStore`. A reader of another host that can map memory is sent to its leader."""
         if said.maps and not said.leads and reader.host != self._engine.record.host:
             leader = self._leaders.get(reader.host)
             if leader is None or (leader.record != reader and self._is_stalled(leader)):
                 leader = self._lead(reader)
             key = (reader.id, said.subscription)
-            subscriber = self.subscriber(key, reader)  # from here on it says by itself what it has (`arrived`)
+            subscriber = self.subscriber(key, reader)  # from now on it reports its versions by `arrived`
             subscriber.have = max(subscriber.have, said.have)
             self.on_has(key, subscriber)
             self.on_readers()
@@ -142,13 +142,13 @@ class Publisher(VersionStore):
         return super().want(reader, said)
 
     def on_has(self, key: Key, subscriber: Subscriber) -> None:
-        """What a reader has is counted; but not what one has that fetches for its host, and whose host reads."""
+        """Count what a reader has. A leader is not counted: the readers of its host are."""
         leader = self._leaders.get(subscriber.record.host)
         if leader is None or leader.key != key:
             self._readers.has(subscriber.record.info, key[1], subscriber.have)
 
     def arrived(self, reader: WorkerRecord, said: VersionArrived) -> None:
-        """A reader has a version whole that has come from the worker that fetches for its host."""
+        """A reader has a whole version that came from its leader."""
         subscriber = self.subscribers.get((reader.id, said.subscription))
         if subscriber is not None and subscriber.have < said.version <= self.newest:
             subscriber.have = said.version
@@ -156,12 +156,12 @@ class Publisher(VersionStore):
             self.on_readers()
 
     def _lead(self, reader: WorkerRecord) -> _Leader:
-        """That reader fetches for its host from now on; one that did so before is passed by."""
+        """Make a reader the leader of its host, in place of another one."""
         leader = self._leaders[reader.host] = _Leader(reader)
         return leader
 
     def _is_stalled(self, leader: _Leader) -> bool:
-        """Whether a leader has not got the newest version, and was not heard of for long since that is there."""
+        """Whether a leader lacks the newest version and has not reported for long."""
         subscriber = None if leader.key is None else self.subscribers.get(leader.key)
         if subscriber is not None and subscriber.have >= self.newest:
             return False
@@ -175,14 +175,13 @@ class Publisher(VersionStore):
         stored.holders.add(key)
         subscriber.held.add(stored.version)
         if self._digests.wanted and self._digests.get(stored.version) is None:
-            self._begin_digest(stored)  # its readers will ask, and may be slower than the next version
+            self._begin_digest(stored)  # its readers will ask for it, perhaps after the next version
         source = self._before(key, stored.version)
         return Results((write(self.edition(stored, None, False, [], source)), *stored.bodies))
 
     def _before(self, key: Key, version: int) -> int:
-        """The worker that a leader is to fetch a version from: the one before it in the chain, or this one.
-
-        Passed by is who is busy with an older version: it may have stalled, and would hold up all behind it.
+        """The id of the worker from which a leader fetches a version: the leader before it in the chain, or this
+        worker.
         """
         before = self._engine.id
         for leader in self._leaders.values():
@@ -194,9 +193,9 @@ class Publisher(VersionStore):
         return before
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
-        """As of a version store; of a leader it says that no worker of its host reads any more.
+        """See `VersionStore`. If it was a leader, no worker of its host reads any more.
 
-        Who has ended its subscription before it was heard of is not waited for.
+        A worker that ends a subscription before it was known is not waited for.
         """
         key = (reader.id, said.subscription)
         self._end_leader(key)
@@ -206,7 +205,7 @@ class Publisher(VersionStore):
         self.on_readers()
 
     def _end_leader(self, key: Key) -> bool:
-        """That subscription fetches for its host no more, if it did so. Whether it did."""
+        """Remove a leader by its subscription. Returns whether it was one."""
         ended = [host for host, leader in self._leaders.items() if leader.key == key]
         for host in ended:
             del self._leaders[host]
@@ -219,23 +218,23 @@ class Publisher(VersionStore):
             leader.seen = time.monotonic()
 
     def expect(self, record: WorkerRecord, subscriptions: int) -> None:
-        """A worker that was told of the lease has answered how many subscriptions it has to the name."""
+        """A worker has answered the announcement of the lease with its number of subscriptions to the name."""
         if not subscriptions:
             self._readers.expect_no_more(record.info)
             self.on_readers()
 
     def tell(self, record: WorkerRecord) -> None:
-        """A worker is told of the lease: it may subscribe."""
+        """A worker gets the announcement of the lease: it may subscribe."""
         self.told.add(record.incarnation)
         self._readers.expect(record.info)
 
     def on_reader_gone(self, key: Key, subscriber: Subscriber) -> None:
-        """A reader has left or was lost; if it was a leader, another one of its host will ask."""
+        """A reader has left or was lost. If it was a leader, another reader of its host will ask."""
         if not self._end_leader(key):
             self._readers.lost(subscriber.record.info, key[1], subscriber.have, self.newest)
 
     def forget_gone(self, gone: list[WorkerRecord]) -> None:
-        """Expect nothing of members that have gone, also where they have never asked."""
+        """Forget members that have gone, even if they have never asked."""
         for record in gone:
             self._readers.expect_no_more(record.info)
             leader = self._leaders.get(record.host)
@@ -246,7 +245,7 @@ class Publisher(VersionStore):
     # --- digests ------------------------------------------------------------------------------------------------------
 
     def digest(self, version: int) -> asyncio.Future[bytes]:
-        """The digest of a version that is whole. RpcUsageError for one that is not here (any more)."""
+        """The digest of a whole version. Raises RpcUsageError if the version is not here (any more)."""
         self._digests.wanted = True
         task = self._digests.get(version) or self._begin_digest(self._stored.get(version))
         if task is None:
@@ -274,7 +273,7 @@ class Publisher(VersionStore):
     # --- delivery -----------------------------------------------------------------------------------------------------
 
     def delivered(self, version: int, quorum: float | None, timeout: float, future: Future[Delivery]) -> None:
-        """Settle the Future when so many readers have the version, or after so many seconds; 0 for no limit."""
+        """Settle the Future when enough readers have the version, or after `timeout` seconds; 0 for no limit."""
         waiter = _AwaitedDelivery(version, quorum, future=future)
         self._waiters.add(waiter)
         self._readers.await_version(waiter)
@@ -283,7 +282,7 @@ class Publisher(VersionStore):
         self.on_readers()
 
     def on_readers(self) -> None:
-        """Look which deliveries have come so far as was asked for."""
+        """Settle the deliveries that have reached their quorum."""
         for waiter in tuple(self._waiters):
             if waiter.future.done() or self._readers.reached(waiter):
                 self._settle(waiter)
@@ -296,7 +295,7 @@ class Publisher(VersionStore):
         waiter.future._settle(self._readers.delivery(waiter), error)
 
     def retire(self, reason: str) -> None:
-        """The name is unpublished: deliveries have come as far as they will, and what readers hold stays with them."""
+        """The name is unpublished: settle all deliveries as they stand. Readers keep what they hold."""
         for waiter in tuple(self._waiters):
             self._settle(waiter)
         self.end(reason)

@@ -1,7 +1,6 @@
-"""How far the readers of one name are, and the deliveries that wait for them. Without I/O.
+"""Counts what the readers of one name have, for the deliveries that wait for them. Without I/O.
 
-What each reader has is counted as it changes: a delivery costs one step for each reader that gets its version, and not
-one for each reader whenever any of them says something.
+The counts follow each change: a delivery costs one step for each reader that gets its version.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from dataclasses import dataclass, field
 from ...protocol.identity import WorkerInfo
 from ...protocol.publication import needed
 
-# Stands for the number of a subscription where a worker may subscribe, and has not asked yet.
+# Stands for the number of a subscription of a worker that may subscribe and has not asked yet.
 _EXPECTED = 0
-# Lost readers that are remembered.
+# How many lost readers are remembered.
 _MOST_LOST = 256
 
 
@@ -50,35 +49,35 @@ class _ReadingWorker:
 
 
 class Readers:
-    """See the module. On one thread."""
+    """The readers of one name. On one thread."""
 
     def __init__(self) -> None:
         self._readers: dict[WorkerInfo, _ReadingWorker] = {}
-        self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # what they had, and what was the newest one then
+        self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # the version that it had, and the newest one then
         self._awaited: set[AwaitedVersion] = set()
 
     # --- readers ------------------------------------------------------------------------------------------------------
 
     def expect(self, info: WorkerInfo) -> None:
-        """That worker may subscribe, and has not asked yet."""
+        """A worker may subscribe, and has not asked yet."""
         if info not in self._readers:
             self._put(info, _EXPECTED, 0)
 
     def expect_no_more(self, info: WorkerInfo) -> None:
-        """That worker need not be waited for, unless it has asked meanwhile."""
+        """Do not wait for a worker, unless it has asked meanwhile."""
         self._drop(info, _EXPECTED)
 
     def has(self, info: WorkerInfo, subscription: int, version: int) -> None:
-        """A subscription of that worker has that version whole, or none if it is 0."""
+        """A subscription of a worker has a whole version; 0 for none."""
         self._put(info, subscription, version)
         self._drop(info, _EXPECTED)
 
     def ended(self, info: WorkerInfo, subscription: int) -> None:
-        """A subscription of that worker has ended, or has become one that fetches for its host."""
+        """A subscription of a worker has ended, or has become a leader's."""
         self._drop(info, subscription)
 
     def lost(self, info: WorkerInfo, subscription: int, version: int, newest: int) -> None:
-        """The worker of that subscription has left or was lost. version: what it had; newest: what there was."""
+        """The worker of a subscription has left or was lost. version: what it had; newest: the newest one then."""
         self._drop(info, subscription)
         self._lost[info] = version, newest
         while len(self._lost) > _MOST_LOST:
@@ -107,20 +106,20 @@ class Readers:
     # --- deliveries ---------------------------------------------------------------------------------------------------
 
     def await_version(self, awaited: AwaitedVersion) -> None:
-        """Count who has that version, until it is left."""
+        """Begin to count the readers that have a version."""
         awaited.has = sum(reader.least >= awaited.version for reader in self._readers.values())
         self._awaited.add(awaited)
 
     def leave(self, awaited: AwaitedVersion) -> None:
-        """Its delivery is waited for no more."""
+        """Stop counting for a delivery."""
         self._awaited.discard(awaited)
 
     def reached(self, awaited: AwaitedVersion) -> bool:
-        """Whether as many readers have that version as were asked for."""
+        """Whether enough readers have the version."""
         return awaited.has >= needed(awaited.quorum, len(self._readers))
 
     def delivery(self, awaited: AwaitedVersion) -> Delivery:
-        """How far that version has come, with all readers by name."""
+        """How far a version has come, with all readers by name."""
         version = awaited.version
         has = sorted(info for info, reader in self._readers.items() if reader.least >= version)
         missing = sorted(info for info, reader in self._readers.items() if reader.least < version)

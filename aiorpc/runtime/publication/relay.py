@@ -1,7 +1,7 @@
-"""A name as one reader fetches it for all readers of its host: from the publisher, or from the leader before it.
+"""A leader's version store: it fetches a name for all readers of its host, from the publisher or an earlier leader.
 
-Versions come in pieces, some of which are under way at a time; each is given to the next host as soon as it is there.
-If the worker that they come from has gone, or has let go of the version, the rest comes from the publisher.
+Versions come in pieces, several under way at a time; the next host gets each piece as soon as it is here. If the source
+is gone, or has dropped the version, the rest comes from the publisher.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .home import Home
 from .outbound import Outbound
 from .version_store import IN_PIECES, Origin, Stored, VersionStore
 
-# Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
-# so that all pieces under way would come late, and each host could hand on the first one only when it has them all.
+# Bytes of a piece, and how many are under way at a time. A piece is one chunk: chunks of several transfers take turns,
+# so larger pieces would all arrive late, and the next host would wait.
 PIECE_SIZE, UNDER_WAY = CHUNK_SIZE, 8
-# Seconds after the last reader has gone until a relay ends: another one of its host may come.
+# Seconds after the last reader until a relay ends: another reader may come.
 _END_PAUSE = 0.01
-# Seconds after which a relay that fetches says something to the publisher.
+# Seconds between two reports of a fetching relay to the publisher.
 _REPORT_LATEST = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 
 
 class Relay(VersionStore):
-    """See the module. On the loop. publisher: whose versions these are. number: of its subscription there."""
+    """A leader's store. On the loop. publisher: of the versions. number: of the relay's subscription there."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Relay(VersionStore):
         self.number = number
         self._outbound = outbound
         self._ended = ended
-        self._passed_by: set[WorkerRecord] = set()  # who have handed on something else than was published
+        self._passed_by: set[WorkerRecord] = set()  # handed on something other than was published
         self._ending = False
-        self._said_at = 0.0  # when the publisher has heard last that this goes on
+        self._said_at = 0.0  # when the last report to the publisher was sent
         self._task = self._engine.tasks.spawn(self._run())
 
     async def _run(self) -> None:
@@ -91,7 +91,7 @@ class Relay(VersionStore):
             self._ended(self)
 
     async def _fetch(self, have: int) -> int:
-        """Get the next version; its number."""
+        """Get the next version. Returns its number."""
         want = Want(self.name, self.number, have, False, [], True)
         answer = await self._outbound.want(self.publisher, want)
         if type(answer) is not Results:
@@ -119,7 +119,7 @@ class Relay(VersionStore):
         return edition.version
 
     async def _check(self, stored: Stored, edition: Edition, source: WorkerRecord) -> None:
-        """Compare what has come by way of another worker with what the publisher has published, if need be."""
+        """Compare a version that came through another worker with the publisher's digest, if rights are limited."""
         if self._engine.rights.unlimited:  # any member may have anything run here
             return
         wanted = await self._outbound.digest(self.publisher, self.name, stored.version)
@@ -131,7 +131,7 @@ class Relay(VersionStore):
         raise RpcError(reason)
 
     async def _fill(self, stored: Stored, source: WorkerRecord) -> bool:
-        """Fetch all bytes of a version. Whether all of them have come from its publisher."""
+        """Fetch all bytes of a version. Returns whether all of them came from its publisher."""
         pure = source == self.publisher
         while stored.filled < len(stored.data):
             try:
@@ -152,10 +152,10 @@ class Relay(VersionStore):
         return pure
 
     async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
-        """Fetch what is missing, in order, some pieces at a time."""
+        """Fetch the missing pieces, in order, some at a time."""
         size, at = len(stored.data), stored.filled
-        # Who has stalled is passed by; the publisher may take its time. It counts from the piece before: a slow link
-        # needs long for all that are under way.
+        # A stalled leader is passed by; the publisher gets a whole rpc_timeout. Counted for each piece, because a slow
+        # link needs long for all that are under way.
         patience = self._engine.options.rpc_timeout if source == self.publisher else self._engine.bounds.stalled
         under_way: deque[tuple[int, Future[object]]] = deque()
         try:
@@ -168,7 +168,7 @@ class Relay(VersionStore):
                 length, future = under_way.popleft()
                 piece = await self._within(patience, future, source)
                 if type(piece) is not torch.Tensor or piece.dtype is not torch.uint8 or piece.shape != (length,):
-                    raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
+                    raise ProtocolError(f"{source.describe()} has sent an invalid piece of {self.name!r}")
                 stored.data[stored.filled : stored.filled + length] = piece.numpy()
                 self.filled_to(stored, stored.filled + length)
                 if time.monotonic() - self._said_at > _REPORT_LATEST:
@@ -178,11 +178,11 @@ class Relay(VersionStore):
             for _, future in under_way:
                 future.cancel()
                 future._mark_seen()
-            if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
+            if stored.filled < size:  # sent after the pieces: the source need not keep the version for this worker
                 self._outbound.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
 
     async def _within(self, patience: float, future: Future[object], source: WorkerRecord) -> object:
-        """A piece. RpcTimeout after so many seconds; 0 for no limit."""
+        """Wait for a piece. Raises RpcTimeout after `patience` seconds; 0 for no limit."""
         try:
             async with asyncio.timeout(patience or None):
                 return await future

@@ -1,4 +1,4 @@
-"""What `aiorpc.publish` and `aiorpc.subscribe` give to the program."""
+"""The results of `aiorpc.publish` and `aiorpc.subscribe`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from .readers import Delivery
 class PublishedVersion(Generic[T_co]):
     """One version of a published value.
 
-    value: the reader's own: its tensors may be written to, and no other reader sees it. The memory that they lie in is
-    not used for another version while one of them lives. version: its number, from 1 on. publisher: the worker that it
-    came from.
+    value: the reader's own: the program may write to its tensors, and no other reader sees that. Their memory is not
+    reused while one of them lives. version: its number, from 1 on. publisher: the worker that published it.
     """
 
     value: T_co
@@ -40,7 +39,7 @@ class PublishedVersion(Generic[T_co]):
 
 
 class Publication:
-    """A version that was published, as its publisher knows it. From any thread.
+    """A published version, at its publisher. From any thread.
 
     name: under which it was published. version: its number, from 1 on.
     """
@@ -54,25 +53,24 @@ class Publication:
         self._delivered = delivered
 
     def delivered(self, quorum: float | None = None, timeout: float | None = None) -> Future[Delivery]:
-        """A Future of how far this version has come, which settles once enough readers have it; ``await`` it.
+        """A Future of the delivery of this version, which settles once enough readers have it; ``await`` it.
 
         When the time is up the Future settles as well: its `Delivery` names the readers that have the version and those
-        that are missing, and says in ``reached`` whether they are enough. A reader that is lost is not waited for. If
-        the name is unpublished meanwhile, the Future settles as it stands then.
+        that lack it, and ``reached`` tells whether they are enough. A lost reader is not waited for. If the name is
+        unpublished meanwhile, the Future settles with the state at that time.
 
-        quorum: how many readers are enough: a number of them, a share of those there are (a float up to 1.0), or None
-            for all that there are at that time.
+        quorum: how many readers are enough: a number, a share of the readers (a float up to 1.0), or None for all.
         timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
 
-        Raised here: RpcUsageError for a quorum that is none, or that is larger than a group of fixed size; WorkerClosed
-        if this worker has shut down.
+        Raised here: RpcUsageError for an invalid quorum, or a quorum larger than a group of fixed size; WorkerClosed if
+        this worker has shut down.
 
         Raised by the Future: RpcUsageError for a name that was unpublished before.
         """
         return self._delivered(quorum, timeout)
 
     def __reduce__(self) -> NoReturn:
-        """It asks who has the version, which its publisher alone knows."""
+        """Not supported: only the publisher knows the readers of a version."""
         raise RpcUsageError(
             f"a publication of {self.name!r} stays with the worker that publishes it, and cannot be copied, pickled or "
             "sent; send its name and its version, or what delivered() gives"
@@ -83,22 +81,22 @@ class Publication:
 
 
 class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVersion[T_co]], Generic[T_co]):
-    """The newest versions of what is published under a name: ``async for``, or ``for`` in a thread that may block.
+    """The newest versions of a published value: ``async for``, or ``for`` in a thread that may block.
 
-    Each turn gives the newest version that there is, once that is newer than the one before: older ones that were not
-    begun are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions. A turn that is
-    cancelled loses none. `newest` does not wait.
+    Each turn gives the newest version, and waits until there is a newer one than in the turn before; versions in
+    between are skipped. The next version is fetched meanwhile. One task or thread at a time takes versions. A cancelled
+    turn loses no version. `newest` does not wait.
 
-    It ends when it is closed, by ``async with``, ``with`` or `close`, when it is dropped, and when the publisher
-    unpublishes the name: then the loop is over once what has come was taken. When the publisher has left or was lost
-    nothing is raised: the worker that publishes the name next is followed. Versions go up, also from one publisher to
-    the next.
+    It ends when it is closed (``async with``, ``with`` or `close`), when it is dropped, and when the publisher
+    unpublishes the name: then the loop ends after the last version that came. When the publisher has left or was lost,
+    nothing is raised: the subscription follows the worker that publishes the name next. Versions go up, also from one
+    publisher to the next.
 
-    Raised by a turn: RpcTimeout when nothing new has come within the timeout, and the turn may be tried again; in a
-    handler it waits no longer than the handler's caller does. WorkerClosed once this worker has shut down. NotAllowed
-    where the publisher's option ``allow`` keeps this worker's role from reading the name, and for a pickle of a
-    publisher that may not have everything run here. RpcError for a value that cannot be read here, or that is longer
-    than what this worker takes (``max_incoming_bytes``).
+    Raised by a turn: RpcTimeout when nothing new came within the timeout; the turn may be tried again. In a handler a
+    turn waits no longer than the handler's caller. WorkerClosed once this worker has shut down. NotAllowed if the
+    publisher's option ``allow`` keeps this worker's role from reading the name, and for a pickle of a publisher whose
+    role may not run everything here. RpcError for a value that cannot be read here, or that exceeds this worker's
+    ``max_incoming_bytes``.
     """
 
     def __init__(self, prefetcher: Prefetcher, timeout: float, device: torch.device | None = None) -> None:
@@ -140,11 +138,11 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
             self._prefetcher.forget(wake)
 
     def newest(self) -> PublishedVersion[T_co] | None:
-        """The newest version that was not taken yet, at once; None if nothing newer has come. Any thread, also a loop.
+        """The newest version, without waiting; None if nothing newer has come. Any thread, also a loop's.
 
-        For a program that goes on with the version that it has. It is None as well once the subscription has ended.
+        For a program that goes on with the version that it has. None once the subscription has ended, too.
 
-        Raised here: what a turn raises, apart from RpcTimeout.
+        Raised here: the errors of a turn, apart from RpcTimeout.
         """
         try:
             arrival = self._prefetcher.take(None)
@@ -158,7 +156,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
 
     def __next__(self) -> PublishedVersion[T_co]:
         self._prefetcher.engine.refuse_on_loop("iterating over a subscription", "async for")
-        arrived = threading.Lock()  # and no Event, in which a signal handler must not raise
+        arrived = threading.Lock()
         arrived.acquire()
         seconds = within_call(self._prefetcher.engine, self._timeout)
         limit = time.monotonic() + seconds if seconds else None
@@ -196,11 +194,11 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         return RpcTimeout(text, worker=self._prefetcher.engine.name, function="subscribe", seconds=seconds)
 
     def close(self) -> None:
-        """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
+        """Take no more versions; what was taken stays valid. Any thread. Idempotent."""
         self._prefetcher.close_later()
 
     def __del__(self) -> None:
-        prefetcher = self.__dict__.get("_prefetcher")  # None for one that is only half made
+        prefetcher = self.__dict__.get("_prefetcher")  # None if `__init__` has failed
         if prefetcher is not None:
             prefetcher.close_later()
 
@@ -221,7 +219,7 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """No copies, either: the first one to be dropped would end the others."""
+        """Not supported, also for copies: dropping one copy would end the others."""
         raise RpcUsageError(
             f"a subscription to {self.name!r} cannot be copied, pickled or sent; subscribe once more, which any worker "
             "of the group can"
@@ -232,8 +230,9 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
 
 
 def _look_at_the_end() -> None:
-    """In a turn that is a task by itself (``asyncio.ensure_future(anext(versions))``): asyncio is not to log its end as
-    a failure where the program does not look at it any more."""
+    """If a turn is a task of its own (``asyncio.ensure_future(anext(versions))``), keep asyncio from logging its end as
+    a failure that was never retrieved.
+    """
     task = asyncio.current_task()
     coroutine: object = None if task is None else task.get_coro()
     if task is not None and getattr(coroutine, "cr_code", None) is Subscription.__anext__.__code__:
@@ -246,9 +245,9 @@ def _seen(task: asyncio.Task[object]) -> None:
 
 
 def _wait(arrived: threading.Lock, wake: Callable[[], object], seconds: float) -> bool:
-    """Whether the lock was released within so many seconds (-1: no limit). The pool makes up for a thread that waits.
+    """Wait for the lock's release, up to `seconds` (-1: no limit); whether it came. The pool makes up for the thread.
 
-    wake: releases it. Raises RpcCancelled in a handler whose caller gives up.
+    wake: releases the lock. Raises RpcCancelled in a handler whose caller gives up.
     """
     observer, call = block_observer.get(), served.get()
     given_up = ""

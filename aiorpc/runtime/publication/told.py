@@ -1,8 +1,8 @@
-"""Leases that other workers have told of: none is believed before the store of the group has it.
+"""Leases that other workers have announced: each is checked in the group's store.
 
-A worker that publishes a name tells so to all members. That is a reason to look in the store, and no more: what stands
-there is taken, whatever was told. Only while the store does not answer is the word of a worker taken, and only for a
-name that no member that lives is known to publish; the store is asked again until it answers.
+A worker announces its lease to all members. They look in the store, and take what the store has. Only while the store
+does not answer, an announced lease counts, and only for a name that no live member is known to publish. The store is
+asked again until it answers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
 from .leases import find_lease
 
-# Names that wait for the store. A worker that reads one of further ones asks the store itself.
+# The most names that wait for the store. A subscription to any other name asks the store itself.
 _MOST_TOLD = 65_536
-# Names that are looked up at a time.
+# How many names are looked up at a time.
 _AT_ONCE = 256
 
 
 class ToldLeases:
-    """See the module. On the loop.
+    """Checks announced leases. On the loop.
 
-    read_here: gives the names that are read here. take: is given a name and the lease that stands in the store, None if
-    none does. stand_in: is given one that was told, as the store does not answer.
+    read_here: returns the names that are read here. take: takes a name and its lease in the store, or None. stand_in:
+    takes an announced lease while the store does not answer.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class ToldLeases:
         self._read_here = read_here
         self._take = take
         self._stand_in = stand_in
-        self._told: dict[str, Lease] = {}  # by name, the one that was told first
+        self._told: dict[str, Lease] = {}  # by name, the first one announced
         self._running = False
 
     def tell(self, lease: Lease) -> None:
-        """A worker has told of a lease of its own."""
+        """A worker has announced a lease of its own."""
         if len(self._told) < _MOST_TOLD or lease.name in self._told or lease.name in self._read_here():
             self._told.setdefault(lease.name, lease)
             self._run()
 
     def end(self, name: str, publisher: int) -> None:
-        """A worker has told that its lease has ended."""
+        """A worker has announced the end of its lease."""
         if name in self._told and self._told[name].publisher == publisher:
             del self._told[name]
 
@@ -87,12 +87,12 @@ class ToldLeases:
             self._running = False
 
     def _next(self) -> list[str]:
-        """The names to look up next: those that are read here first, as a member may tell of any number of others."""
+        """The names to look up next. Names that are read here come first: members may announce any number of others."""
         read = [name for name in self._read_here() if name in self._told]
         return read or [*itertools.islice(self._told, _AT_ONCE)]
 
     async def _find(self, names: Sequence[str]) -> dict[str, Lease | None]:
-        """The leases that stand in the store; without those that it does not say."""
+        """The leases in the store. A name is missing if the store does not answer."""
 
         def look() -> dict[str, Lease | None]:
             found: dict[str, Lease | None] = {}

@@ -1,8 +1,8 @@
-"""The versions of one name at a worker that gives them to readers: where they lie, who has them, who waits for more.
+"""The versions of one name at a worker that gives them to readers: their memory, their holders, and who waits.
 
-A version store stands at the worker that publishes the name (`publisher`), and on each other host at the reader that
-fetches for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or, where there is no
-slot to be had, in memory of this process alone. It is kept as long as it is the newest one or a reader holds it.
+The publisher of a name has a version store (`publisher`), and so has each leader, which fetches for all readers of its
+host (`relay`). A version lies in a slot (`channels/slots.py`); if there is no slot, in memory of this process alone. It
+is kept while it is the newest one or a reader holds it.
 
 Invariants
 1. A version is given to readers only when all of its bytes are in their place (`finish`). To the next host its pieces
@@ -44,22 +44,22 @@ from ..calls.values import Results
 from ..engine.engine import Engine
 from .home import Home
 
-# Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
-# program uses, the next one that lies ready, the one that comes, and one whose release has not been told yet.
+# A subscription that holds more versions is asked to copy the next one and release it. Four are: the one in use, the
+# next one ready, the one arriving, and one whose release is not reported yet.
 MOST_HELD = 4
-# Subscriptions of one worker to one name, with those that have ended and hold versions still.
+# The most subscriptions of one worker to one name, with ended ones that still hold versions.
 _MOST_SUBSCRIPTIONS = 4096
-# Stands for the number of a subscription where a worker of another host fetches a version in pieces. Of those it says
-# by the same number that it does so no more (`VersionsReleased`), as it has stopped or gets the rest elsewhere.
+# Stands for the number of a subscription while a worker of another host fetches a version in pieces. By the same number
+# it reports that it has stopped (`VersionsReleased`).
 IN_PIECES = 0
 
 Key = tuple[int, int]  # the id of a worker, and the number of its subscription
 
 
 class Origin(NamedTuple):
-    """Who has published a version: id, name, and what main module it runs.
+    """The publisher of a version: its id, name, and main module.
 
-    roles: that of this worker, and those of all that have handed it on.
+    roles: the publisher's role, and the roles of all workers that handed the version on.
     """
 
     publisher: int
@@ -70,10 +70,9 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class Subscriber:
-    """One subscription to the name. have: the newest version that it has whole. held: those that it may be reading.
+    """One subscription to the name. have: its newest whole version. held: the versions that it may be reading.
 
-    asked: what it waits for, and the Future of the answer; None if it waits for nothing. That may be done by now, as
-    the reader may have given up.
+    asked: its waiting question and the Future of the answer, which may be done if the reader has given up; or None.
     """
 
     record: WorkerRecord
@@ -82,7 +81,7 @@ class Subscriber:
     asked: tuple[Want, asyncio.Future[Results]] | None = None
 
     def fail(self, error: Exception) -> None:
-        """Nothing comes of what it waits for."""
+        """Fail its waiting question."""
         asked, self.asked = self.asked, None
         if asked is not None and not asked[1].done():
             asked[1].set_exception(error)
@@ -90,10 +89,10 @@ class Subscriber:
 
 @dataclass(eq=False)
 class Stored:
-    """One version. data: its bytes, of which those up to `filled` are there. holders: who may be reading its slot.
+    """One version. data: its bytes, filled up to `filled`. holders: subscriptions that may be reading its slot.
 
-    editions: what is said of it, by whether it is mapped, and to be copied. answers: that bring its bytes and are under
-    way. grown: set when more bytes are there. abandoned: whether it will not become whole.
+    editions: its written editions, by (mapped, copy). answers: under way with its bytes. grown: set when more bytes are
+    there. abandoned: whether it will not become whole.
     """
 
     version: int
@@ -111,24 +110,24 @@ class Stored:
 
 
 class VersionStore:
-    """See the module. On the loop. subscribers: those that are open, by worker and number."""
+    """The versions of one name. On the loop. subscribers: the open subscriptions."""
 
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
         self.subscribers: dict[Key, Subscriber] = {}
-        self._subscriptions: dict[int, int] = {}  # how many each worker has, of those that are open and of `_gone`
+        self._subscriptions: dict[int, int] = {}  # by worker: how many in `subscribers` and `_gone`
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
         self._stored: dict[int, Stored] = {}
-        self._gone: dict[Key, Subscriber] = {}  # that hold versions still
-        self._fetching: dict[WorkerRecord, int] = {}  # by worker of another host: the version that it fetches in pieces
+        self._gone: dict[Key, Subscriber] = {}  # ended, but still hold versions
+        self._fetching: dict[WorkerRecord, int] = {}  # the version that a worker of another host fetches
         self._begun = asyncio.Event()  # set when a version is begun or whole, or none comes any more
         self._over: str | None = None
 
     @property
     def newest(self) -> int:
-        """The newest version that is whole; 0 before there is one."""
+        """The newest whole version; 0 if there is none."""
         return 0 if self._newest is None else self._newest.version
 
     @property
@@ -143,7 +142,7 @@ class VersionStore:
     # --- filling ------------------------------------------------------------------------------------------------------
 
     def begin(self, version: int, origin: Origin, bodies: tuple[bytes, ...], spans: list[Span], size: int) -> Stored:
-        """Room for a version, whose bytes are to be filled in."""
+        """Make room for a version, whose bytes will be filled in."""
         slot = self._slots.take(size) if size else None
         data: Bytes = numpy.empty(size, numpy.uint8) if slot is None else slot.bytes(size)
         self._stored[version] = stored = Stored(version, origin, bodies, spans, data, slot)
@@ -157,7 +156,7 @@ class VersionStore:
         stored.grown = asyncio.Event()
 
     def finish(self, stored: Stored) -> None:
-        """All bytes of a version are there: readers may have it."""
+        """All bytes of a version are there: give it to readers."""
         self.filled_to(stored, len(stored.data))
         before = self._newest
         if before is None or before.version < stored.version:
@@ -175,7 +174,7 @@ class VersionStore:
         self._look_at(stored)
 
     def _wake(self) -> None:
-        """There is a newer version, or none comes any more: answer the readers that wait for it."""
+        """There is a newer version, or no more come: answer the waiting readers."""
         newest = self._newest
         for key, subscriber in self.subscribers.items():
             if subscriber.asked is None or subscriber.asked[1].done():
@@ -200,10 +199,10 @@ class VersionStore:
     # --- what readers say ---------------------------------------------------------------------------------------------
 
     def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
-        """The newest version for a subscription that has not got it; a Future of it as long as there is none."""
+        """The newest version, if the subscription does not have it; if it does, a Future of the next one."""
         key = (reader.id, said.subscription)
         subscriber = self.subscriber(key, reader)
-        unheard = filter(said.have.__lt__, subscriber.held)  # of an answer that it never got
+        unheard = filter(said.have.__lt__, subscriber.held)  # given by an answer that it never got
         for version in {*unheard, *subscriber.held.intersection(said.released)}:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
@@ -221,10 +220,10 @@ class VersionStore:
         return answer
 
     def subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
-        """The subscription of that number, which begins if it is new."""
+        """The subscription of a key; begins a new one if there is none."""
         subscriber = self.subscribers.get(key)
         if subscriber is None:
-            subscriber = self._gone.pop(key, None)  # one that goes on has what it has held all along
+            subscriber = self._gone.pop(key, None)  # it goes on, and still holds its versions
             if subscriber is None:
                 count = self._subscriptions.get(reader.id, 0)
                 if count >= _MOST_SUBSCRIPTIONS:
@@ -239,13 +238,13 @@ class VersionStore:
         return subscriber
 
     def _uncount(self, key: Key) -> None:
-        """That subscription has ended, and holds nothing any more."""
+        """Count a subscription no more: it has ended and holds nothing."""
         self._subscriptions[key[0]] -= 1
         if not self._subscriptions[key[0]]:
             del self._subscriptions[key[0]]
 
     def _remember(self, key: Key, subscriber: Subscriber) -> None:
-        """That subscription has ended: it counts as long as it holds versions."""
+        """Keep an ended subscription while it holds versions."""
         if subscriber.held:
             self._gone[key] = subscriber
         else:
@@ -265,7 +264,7 @@ class VersionStore:
         return Results((edition, *stored.bodies, *data))
 
     def _write_edition(self, stored: Stored, mapped: bool, copy: bool) -> bytes:
-        """What is said of a version, which is written once for all readers of a kind."""
+        """The edition of a version as bytes, written once for all readers of a kind."""
         offer, numbers = None, []
         if stored.slot is not None and mapped:
             slot = stored.slot
@@ -276,7 +275,7 @@ class VersionStore:
     def edition(
         self, stored: Stored, offer: SlotOffer | None, copy: bool, numbers: list[int], source: int | None = None
     ) -> Edition:
-        """What is said of a version. source: the worker that its pieces are to be fetched from."""
+        """The edition of a version. source: the id of the worker to fetch its pieces from."""
         origin, size = stored.origin, len(stored.data)
         spans = [[*span] for span in stored.spans]
         return Edition(
@@ -294,7 +293,7 @@ class VersionStore:
         )
 
     def _lend(self, stored: Stored) -> Bytes:
-        """The bytes of a version, for an answer: as long as that borrows them, the slot is kept."""
+        """The bytes of a version for an answer. The slot is kept while the answer borrows them."""
         if stored.slot is None:
             return stored.data
         view = stored.slot.bytes(len(stored.data))
@@ -308,7 +307,7 @@ class VersionStore:
         return view
 
     async def piece(self, reader: WorkerRecord, said: PieceWanted) -> torch.Tensor:
-        """Some bytes of a version, once they are there, for a worker that fetches it for its host."""
+        """Wait for some bytes of a version, for a worker that fetches it for its host."""
         while (stored := self._stored.get(said.version)) is None:
             if self.newest >= said.version or self._over is not None:
                 raise RpcUsageError(f"worker {self._engine.name!r} has version {said.version} of {self.name!r} no more")
@@ -325,7 +324,9 @@ class VersionStore:
             if stored.abandoned:
                 raise RpcUsageError(f"version {said.version} of {self.name!r} did not become whole")
             await stored.grown.wait()
-        if self._stored.get(said.version) is not stored:  # since it was woken: another version may lie in its slot
+        if (
+            self._stored.get(said.version) is not stored
+        ):  # it went before this task woke: another version may lie in its slot
             raise RpcUsageError(f"worker {self._engine.name!r} has version {said.version} of {self.name!r} no more")
         piece = torch.from_numpy(self._lend(stored)[said.start : end])
         if end == len(stored.data):
@@ -333,7 +334,7 @@ class VersionStore:
         return piece
 
     def _fetches(self, reader: WorkerRecord, version: int | None) -> None:
-        """A worker of another host fetches that version from now on, and not the one before."""
+        """A worker of another host fetches a version in pieces from now on, and not the one before."""
         before = self._fetching.get(reader)
         if before is not None and before != version:
             del self._fetching[reader]
@@ -342,7 +343,7 @@ class VersionStore:
             self._fetching[reader] = version
 
     def released(self, reader: WorkerRecord, said: VersionsReleased) -> None:
-        """A subscription does not use these versions any more; or who fetched one in pieces gets the rest elsewhere."""
+        """A subscription does not use some versions any more, or a worker has stopped fetching one in pieces."""
         if said.subscription == IN_PIECES and self._fetching.get(reader) in said.versions:
             self._fetches(reader, None)
         key = (reader.id, said.subscription)
@@ -351,7 +352,7 @@ class VersionStore:
             self._release(key, subscriber, version)
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
-        """A subscription has ended; what it still holds it releases later."""
+        """A subscription has ended. It releases later what it still holds."""
         key = (reader.id, said.subscription)
         subscriber = self.subscribers.pop(key, None)
         if subscriber is not None:
@@ -362,15 +363,15 @@ class VersionStore:
             self.on_readers()
 
     def on_has(self, key: Key, subscriber: Subscriber) -> None:
-        """A reader has said what it has."""
+        """A reader has reported its newest version."""
 
     def on_readers(self) -> None:
-        """What readers have, or who reads, has changed."""
+        """Readers, or their versions, have changed."""
 
     # --- readers that go ----------------------------------------------------------------------------------------------
 
     def on_gone(self, is_gone: Callable[[WorkerRecord], bool]) -> list[WorkerRecord]:
-        """Members have left or were lost: no version waits for them. Returns those that may still read some."""
+        """Members have left or were lost. Returns those whose processes may still read versions."""
         for key, subscriber in list(self.subscribers.items()):
             if is_gone(subscriber.record):
                 del self.subscribers[key]
@@ -403,7 +404,7 @@ class VersionStore:
                 self._look_at(stored)
 
     def _look_at(self, stored: Stored) -> None:
-        """Let a version go that is not needed."""
+        """Drop a version if it is not needed."""
         if stored is self._newest or stored.holders or stored.answers:
             return
         if stored.filled < len(stored.data) and not stored.abandoned:
@@ -414,7 +415,7 @@ class VersionStore:
                 self._slots.give(stored.slot)
 
     def end(self, reason: str) -> None:
-        """No more versions come: fail the questions that wait for one. Those that are held stay until then."""
+        """No more versions come: fail the waiting questions. Held versions stay until they are released."""
         self._over = reason
         newest, self._newest = self._newest, None
         if newest is not None:
@@ -430,9 +431,9 @@ class VersionStore:
 async def in_background(
     engine: Engine, work: Callable[[], T], submit: Callable[[Callable[[], None]], None] | None = None
 ) -> T:
-    """Have something done in a background thread that takes long. It is not cancelled with the task that awaits it.
+    """Run long work in a background thread. Cancelling the awaiting task does not cancel it.
 
-    submit: hands it to a thread, those of the engine if None.
+    submit: hands it to a thread; the engine's if None.
     """
     outcome: Future[T] = Future()
 

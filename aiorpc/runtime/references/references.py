@@ -1,7 +1,7 @@
 """The references of one worker: the values that it owns, and its side of counting the handles.
 
-Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/inside/counting.md. This
-module keeps the values, tells the table what happens, and carries out what it says.
+`protocol.references.ReferenceTable` decides which worker holds which value; docs/inside/counting.md has its guarantees.
+This module keeps the values, reports events to the table, and carries out its outputs.
 
 Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
@@ -60,12 +60,12 @@ from ..engine.looking import Looking
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef, WorkerForReferences
 
-# When a call with references arrives, or handles die, the messages of the table wait for so many seconds and then leave
-# together. Each by itself would wake up the loops of both workers in the midst of that call, or of the next one of the
-# thread that has let go of a handle. No longer: a group that leaves would take for held what is about to be told.
+# Seconds for which the table's messages wait when a call with references arrives, or handles die, to leave together.
+# Sent one by one, they would wake up the loops of both workers in the middle of that call or the next. They must not
+# wait longer: a group that leaves would count unreported references as held.
 _FLUSH_PAUSE = 0.001
 
-#: A value without holders, and the reason for which there is none if it was never created.
+#: A value without holders, and, if it was never created, the reason.
 _Freed = tuple[Future[object], str]
 _NO_CREATOR = "its creator is gone or gave up"
 
@@ -87,10 +87,10 @@ class LeakedReference:
 
 
 class _ValueFuture(Future[object]):
-    """The Future of the value of a reference. Those who wait for it do not own it, so it cannot be cancelled.
+    """The Future of the value of a reference. Its waiters do not own it, so they cannot cancel it.
 
-    Each who waits gets an error of its own: this one stays as long as any handle of the reference, and the frames of
-    whoever has raised it hold one, as a rule.
+    Each waiter gets a copy of the error: the original lives as long as a handle of the reference, and the frames in its
+    traceback usually hold such a handle.
     """
 
     def cancel(self, msg: object = None) -> bool:
@@ -105,7 +105,7 @@ class _ValueFuture(Future[object]):
 
 
 class _Watched(ref["RRef[object]"]):
-    """A weak reference to a handle that the table counts. rref, fork: the ids of the handle, also after its death."""
+    """A weak reference to a counted handle. rref, fork: the ids of the handle, valid after its death."""
 
     __slots__ = ("fork", "rref")
 
@@ -124,9 +124,9 @@ class References:
         *,
         members: set[int] | None = None,
     ) -> None:
-        """handle_class: the class of handles that arrive, and of results of `remote`.
+        """handle_class: the class of received handles, and of results of `remote`.
 
-        members: the ids that workers of this group can have; None where others may join.
+        members: the possible ids of workers of the group; None if others may join.
         """
         self.engine: Engine = worker.engine
         self.handle_class = handle_class
@@ -137,24 +137,25 @@ class References:
         self._table = ReferenceTable(worker.engine.id, members=members, most=self._most)
         self._lock = Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
-        # Those of `_values` that were asked for by their creators, by these: the table does not know them yet.
+        # By creator: ids in `_values` that it asked for before its creating call arrived; the table does not know them
+        # yet.
         self._early: dict[int, set[ReferenceId]] = {}
         self._unknown: set[int] = set()
         self._handles: dict[ReferenceId, _Watched] = {}
         self._died: deque[_Watched] = deque()
         self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)
-        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with the next `flush`
+        self._unsaid: set[PeerForRRef] = set()  # peers with messages that leave with the next `flush`
         self.closed: bool = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
 
     @property
     def peers(self) -> PeersForReferences:
-        """The workers that this one knows."""
+        """The peers of this worker."""
         return self.worker.peers
 
     def own(self, value: object, handle: RRef[object]) -> tuple[ReferenceId, ReferenceId]:
-        """A new reference to a value of this worker. handle: the first one of it, not bound yet."""
+        """A new reference to a value of this worker. handle: its first handle, not bound yet."""
         future = self._new_value()
         future._arrival = self._accelerators.arrival(value)
         future._settle(value)
@@ -165,7 +166,7 @@ class References:
         return rref, fork
 
     def _watch(self, handle: RRef[object], rref: ReferenceId, fork: ReferenceId) -> None:
-        """The table counts that handle from now on, until it dies. Under the lock."""
+        """Count a handle until it dies. Under the lock."""
         watched = self._handles[fork] = _Watched(handle, self._on_death)
         watched.rref, watched.fork = rref, fork
 
@@ -218,18 +219,18 @@ class References:
             self._run(self._table.created, rref, fork)
             return
         if came_from_afar(error):
-            # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
+            # The owner keeps the error as the value; other holders can fetch it.
             self._run(self._table.created, rref, fork)
         else:
             reason = foreign.text_of(error)
-            unsent = getattr(future, "unsent", False)  # else the call may still come there
+            unsent = getattr(future, "unsent", False)  # if it was sent, the call may still arrive
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=unsent))
             self.end_waits(rref, future)
 
     def end_waits(self, rref: ReferenceId, creation: Future[object]) -> None:
-        """The creation of a value has failed here: the calls that this worker has made to the value end with that.
+        """The creation of a value has failed here: fail this worker's calls to the value.
 
-        Their own time may be longer, or without a limit, and the owner may never answer. Any thread.
+        The owner may never answer them, and they may have no timeout. Any thread.
         """
         error, peer = creation._error, getattr(creation, "peer", None)
         if peer is not None and error is not None and issubclass(type(error), RpcError) and not came_from_afar(error):
@@ -254,10 +255,10 @@ class References:
         return handles
 
     def _load_lent(self, passed: PassedReference, sender: int) -> RRef[object]:
-        """A handle of a value here that the sender keeps until its call has ended. It is not counted: it has the value.
+        """A handle of a value here that the sender keeps until its call has ended.
 
-        If that is not there yet, it is counted after all. If it is gone, as the sender has given up the call meanwhile,
-        the handle names nothing.
+        It is not counted, because it has the value. A handle of a value that does not exist yet is counted. If the
+        sender has given up the call, the value may be gone; the handle then names nothing.
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
@@ -273,13 +274,13 @@ class References:
         return handle
 
     def count(self, handle: RRef[object]) -> None:
-        """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
+        """Count a lent handle from now on. Any thread. Raises RpcUsageError if its value is gone."""
         with self._lock:
             if handle._fork == LENT:
                 lent, rref = handle._lent, handle._rref
                 if lent is None or self._values.get(rref) is lent:
                     _, fork = self._table.own(rref)
-                else:  # all who were counted have let it go
+                else:  # all counted handles have died
                     handle._rref, fork = self._table.own()
                     self._values[handle._rref] = lent
                 self._watch(handle, handle._rref, fork)
@@ -288,11 +289,11 @@ class References:
     def encode(self, handle: RRef[object], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
 
-        position: where the handle is among the values, if it is a value by itself and not inside of another one.
-        RpcUsageError if another worker sends the message than the one whose references these are.
+        position: the place of the handle among the values, if it is a value itself and not inside of one. Raises
+        RpcUsageError if another worker of this process sends the message.
         """
         sender = getattr(out.target, "engine", None)
-        if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
+        if sender is not self.engine:  # the receiver refuses a fork of another worker
             raise self._not_to_be_sent(sender)
         to = self.worker.peers.id_of(out.target)
         handle._ask()  # from now on the receiver may use it
@@ -324,17 +325,17 @@ class References:
     # --- values, on the owner -----------------------------------------------------------------------------------------
 
     def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]:
-        """The Future of a value of this worker; also of one whose creation has not arrived yet.
+        """The Future of a value of this worker, even before the creating call has arrived.
 
-        asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
-        the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
+        asker: the worker that wants it. If it is the creator, which holds a reference, the value cannot have been
+        freed: the creating call is still on its way, overtaken because its arguments are large.
         """
         rref = ReferenceId(worker, number, key)
         with self._lock:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self.closed:  # the table has it still, and no answer would settle it
+                if self.closed:  # nothing would settle it any more
                     future._settle(None, WorkerClosed(self._shut_down()))
                 elif self._table.holds(rref):
                     self._values[rref] = future
@@ -373,13 +374,13 @@ class References:
         self._release(freed)
 
     def settle_created(self, call: ServedCall, result: object, error: BaseException | None = None) -> None:
-        """The call creates a reference: its value is this, or this error for its users. Any thread."""
+        """Settle the value of the reference that a call creates, if it creates one. Any thread."""
         future = self._values.get(call.creates) if call.creates is not None else None
         if future is not None:
             if error is None:  # other handlers, on other streams, use what this one has put on a device
                 try:
                     future._arrival = self._accelerators.arrival(result)
-                except BaseException as broken:  # a container of the users' that cannot be looked into
+                except BaseException as broken:  # of a user's container
                     result, error = None, broken
             future._settle(result, error)
 
@@ -390,7 +391,7 @@ class References:
         self._run(self._table.on_message, sender, message)
 
     def admit(self, worker_id: int) -> None:
-        """A worker of that id has come into the group."""
+        """A worker has joined the group."""
         if self._members is not None:
             self._members.add(worker_id)
 
@@ -402,13 +403,13 @@ class References:
         self._release([(value, _NO_CREATOR) for value in early if value is not None])
 
     def forget(self, worker_id: int) -> None:
-        """A worker has been gone for long; if it is named once more, it is unknown."""
+        """A worker has been gone for long: its id is unknown from now on."""
         with self._lock:
             self._table.forget(worker_id)
 
     def on_unknown(self, worker_id: int) -> None:
         """No worker of the group has that id. On the loop."""
-        if not self._unknown:  # many at once are looked after together
+        if not self._unknown:  # the first of many that are handled together
             self.engine.call_on_loop(self._on_unknown)
         self._unknown.add(worker_id)
 
@@ -417,7 +418,7 @@ class References:
         self._run(self._table.unknown, unknown)
 
     def end(self, handle: RRef[object]) -> None:
-        """That handle holds its value no longer, although the program may still have it. Any thread."""
+        """A live handle gives up its value. Any thread."""
         self._handles.pop(handle._fork, None)
         self._run(self._table.drop, handle._rref, handle._fork)
 
@@ -434,12 +435,12 @@ class References:
         return _FLUSH_PAUSE
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
-        """A call with these references has arrived: messages about them leave together a little later. On the loop."""
+        """A call with references has arrived: messages about them leave together a little later. On the loop."""
         if not all_lent(passed):
             self._looking.begin()
 
     def flush(self) -> None:
-        """Tell the table which handles have died, and send the messages that were kept. On the loop."""
+        """Report dead handles to the table, and send kept messages. On the loop."""
         with self._lock:
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
@@ -447,8 +448,8 @@ class References:
         self._tell_died()
 
     def _tell_first(self) -> None:
-        """Tell of the handles that have died before there are new ones, so that their owners do not count both, which
-        may be more than they take of one worker. What is sent leaves with the next message. Any thread.
+        """Report dead handles before making new ones; otherwise owners would count both, perhaps above their limit. The
+        messages leave with the next one. Any thread.
         """
         if not self._died or self.closed:
             return
@@ -471,9 +472,9 @@ class References:
         self._release(freed)
 
     def _carry_out(self, outputs: Sequence[Output], *, later: bool = False) -> list[_Freed]:
-        """Carry out what the table says, under the lock. later: what is sent leaves with the next message, or `flush`.
+        """Carry out the table's outputs, under the lock. later: messages leave with the next one, or `flush`.
 
-        Returns the values without holders; the caller drops them after it has given the lock back.
+        Returns the values without holders; the caller drops them after releasing the lock.
         """
         freed = []
         for output in outputs:
@@ -490,14 +491,14 @@ class References:
                     why = self._table.refusal(output.rref) or _NO_CREATOR
                     freed.append((value, why))
                 early = self._early.get(output.rref.worker)
-                if early is not None:  # its creator gave it up after it had asked for it
+                if early is not None:  # its creator asked for it, then gave it up
                     early.discard(output.rref)
             else:
                 self._tell(output)
         return freed
 
     def _release(self, freed: list[_Freed]) -> None:
-        """Let go of values, outside of the lock: settling and dropping them runs code of users."""
+        """Drop values, outside of the lock: that runs users' code."""
         for value, why in freed:
             value._settle(None, RpcError(f"the value was never created: {why}"))
 
@@ -519,7 +520,7 @@ class References:
             return self._table.counts()
 
     def leaked(self) -> list[LeakedReference]:
-        """What is still referred to: handles of users here, and values here that any worker holds."""
+        """References that are still alive: handles here of values elsewhere, and held values here."""
         with self._lock:
             records = self._table.live()
         handles = self.handles()
@@ -544,7 +545,7 @@ class References:
         return found
 
     def close(self) -> None:
-        """The worker closes: drop all values. Waits for them, now and later, end with an error."""
+        """The worker closes: drop all values. All waits for them fail, now and later."""
         with self._lock:
             self.closed = True
             values = list(self._values.values())

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class PeerForRRef(Protocol):
-    """The owner of a value (`Peer`), as far as handles of the value know it."""
+    """The owner of a value (`Peer`), for handles of the value."""
 
     @property
     def gone(self) -> RpcError | None: ...
@@ -44,7 +44,7 @@ class PeerForRRef(Protocol):
 
 
 class PeersForReferences(Protocol):
-    """The workers that this one knows (`Peers`)."""
+    """The peers of a worker (`Peers`)."""
 
     def by_id(self, worker_id: int) -> PeerForRRef: ...
 
@@ -70,7 +70,7 @@ class WorkerForReferences(Protocol):
 
 
 class ReferencesForRRef(Protocol):
-    """What a handle needs of the references of its worker (`References`)."""
+    """The part of `References` that a handle uses."""
 
     @property
     def engine(self) -> Engine: ...
@@ -102,13 +102,13 @@ class RRef(Generic[T_co]):
     """A reference to a value that lives on one worker, its owner. The owner keeps the value while any RRef is alive.
 
     ``RRef(value)`` makes one to a value of this worker; `aiorpc.remote` makes one to a value another worker creates.
-    RRefs may be passed to any worker, as arguments and results and inside them, also before the value exists. Methods
-    may be used from any thread; those that block are refused on the worker's own loop. Cycles of RRefs across workers
-    are not collected.
+    RRefs may be passed to any worker, as arguments and results and inside them, even before the value exists. Any
+    thread may use the methods; blocking ones are refused on the worker's own loop. Cycles of RRefs across workers are
+    not collected.
     """
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:
-        """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
+        """type_hint: as torch's, without effect. Raises NotInitialized without a current worker."""
         references: ReferencesForRRef = cast(Any, registry.get()).references
         rref, fork = references.own(value, self)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
@@ -121,14 +121,14 @@ class RRef(Generic[T_co]):
         owner: int,
         frame: FrameType | None = None,
     ) -> None:
-        """fork: LENT for a handle that its owner does not count: the handle has the value itself, in `_lent`."""
+        """fork: LENT for a handle that is not counted and has the value itself, in `_lent`."""
         self._lent: Future[Any] | None = None
         self._rref = rref
         self._fork = fork
         self._owner = owner
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
-        self._creation: Future[object] | None = None  # the call that creates the value, if this handle came of it
+        self._creation: Future[object] | None = None  # the creating call, if this handle came from it
         self._site = call_site(frame) if frame is not None else None
         self._references = references
 
@@ -155,7 +155,7 @@ class RRef(Generic[T_co]):
     def local_value(self) -> T_co:
         """The value itself, on its owner. Blocks until it exists.
 
-        Raised here: what the creation of the value raised; RpcUsageError on any other worker: use `to_here` or await
+        Raised here: the error of the creation of the value; RpcUsageError on any other worker: use `to_here` or await
         the RRef.
         """
         if not self.is_owner():
@@ -170,7 +170,7 @@ class RRef(Generic[T_co]):
 
         timeout: seconds; negative for the worker's default, 0 for no limit.
 
-        Raised here: what the creation of the value raised; RpcTimeout, PeerLost; WouldBlockLoop on the worker's loop:
+        Raised here: the error of the creation of the value; RpcTimeout, PeerLost; WouldBlockLoop on the worker's loop:
         ``await rref`` there.
         """
         self._check()
@@ -194,19 +194,19 @@ class RRef(Generic[T_co]):
         )
 
     def _asked(self, call: Future[T]) -> Future[T]:
-        """A call of the value was made, and its creation may have failed as it was made. Returns the call."""
+        """After a call to the value: fail it if the creation of the value failed meanwhile. Returns the call."""
         if self._creation is not None and self._creation.done():
             self._references.end_waits(self._rref, self._creation)
         return call
 
     def _call_method(self, name: str, args: Sequence[object], seconds: float) -> Future[object]:
-        """Call a method of the value on its owner; for the runtime's own."""
+        """Call a method of the value on its owner, for the runtime itself."""
         self._ask()
         peer = self._references.peers.by_id(self._owner)
         return self._asked(peer.call(Method(*self._name(), name), args, None, seconds, options=CallOptions(keeps=self)))
 
     def _name(self) -> ReferenceId:
-        """The name of the value in calls. A handle that was lent is counted from now on, as calls may come late."""
+        """The name of the value in calls. Counts a lent handle from now on, because calls may come late."""
         if self._fork == LENT:
             self._references.count(self)
         return self._rref
@@ -216,13 +216,13 @@ class RRef(Generic[T_co]):
         return self._lent or self._references.value(*self._rref)
 
     def _ask(self) -> None:
-        """The program uses the value, and so hears of an error of its creation by that: the error is not logged."""
+        """The program uses the value, which raises an error of its creation: the error need not be logged."""
         if self._creation is not None:
             self._creation._mark_seen()
 
     def _check(self) -> None:
         if self._references.closed and self.is_owner():
-            return  # what is asked next says so, whether or not the answer to the creating call came before
+            return  # the next step raises WorkerClosed
         self._ask()
         if self._creation is not None and self._creation.done():
             _raise_own(self._creation)
@@ -262,10 +262,10 @@ class RRef(Generic[T_co]):
         """
         return RemoteMethods(self, "stream", timeout)
 
-    if not TYPE_CHECKING:  # for a checker there is nothing
+    if not TYPE_CHECKING:  # type checkers must not see it
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Nothing: what is asked for is an attribute of the value."""
+            """Raise AttributeError with a hint: the program wants an attribute of the value."""
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
                 text += (
@@ -287,7 +287,7 @@ class RRef(Generic[T_co]):
         return codec.load_reference, (number,)
 
     def _travel(self, out: codec.Outgoing, position: int | None) -> None:
-        """Put this reference into a message in which it is a value by itself. See `codec.refer`."""
+        """Put this reference into a message as a value of its own. See `codec.refer`."""
         self._references.encode(self, out, position)
 
     def __str__(self) -> str:
@@ -304,8 +304,8 @@ class RRef(Generic[T_co]):
 
 
 def _raise_own(creation: Future[object]) -> None:
-    """Raise a copy of the error of a Future, if it has one. The error itself stays with the handle, which the frames
-    that it came through have, too; where the handle is a value itself, the garbage collector sees no cycle.
+    """Raise a copy of the error of a Future, if it has one. The original stays with the handle, and its traceback's
+    frames hold the handle: a cycle that the garbage collector may not see.
     """
     error = creation.exception()
     copied = None if error is None else foreign.copy_of(error)
@@ -317,11 +317,9 @@ def _raise_own(creation: Future[object]) -> None:
 
 
 class RemoteMethods(Generic[R]):
-    """Methods of an RRef's value, each of which gives an `R`. Making a call needs no round trip to learn what the value
-    can do.
-
-    What it does not have itself is a method of the value, so those by which Python makes copies are defined here: they
-    would copy the value otherwise, where that is, by a call that no line of the program shows.
+    """Methods of an RRef's value, each of which gives an `R`. Every other attribute is a method of the value, without a
+    round trip. Python's methods for copying are defined here; otherwise copying a proxy would call them on the remote
+    value.
     """
 
     __slots__ = ("_rref", "_timeout", "_verb")

@@ -102,10 +102,10 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Start this process's worker and wait until its group is there; see `aiorpc.init_rpc`.
+    """Start this process's worker and wait until its group is complete; see `aiorpc.init_rpc`.
 
     backend: of the program's own, if it registered one. RuntimeError if the group cannot be formed in ``rpc_timeout``
-    seconds, or RPC is initialized already; TypeError for a backend or options that are none.
+    seconds, or RPC is initialized already; TypeError for an invalid backend or options.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -123,7 +123,7 @@ def init_rpc(
         _check_rank(chosen.init_method)
     dist_autograd._init(rank)
     if backend.value.init_backend_handler is backend_registry.start_worker:
-        store = None  # the worker meets the others by itself, with more patience for those that come late or die
+        store = None  # the worker itself meets the others, with more patience for late or dying ones
         rank, chosen = _freely(rank, world_size, chosen)
     else:
         store = _open_store(chosen, rank, world_size)
@@ -141,7 +141,7 @@ def _infer_backend(given: RpcBackendOptions | None) -> Any:
 
 
 def _check_rank(init_method: str) -> None:
-    """A group that is joined freely wants a rank, as with torch; `aiorpc.init` finds a free one by itself."""
+    """Require a rank in a free group, as torch does; `aiorpc.init` itself finds a free rank."""
     url = urlsplit(init_method)
     if url.scheme == "env" and "rank" not in parse_qs(url.query) and "RANK" not in os.environ:
         raise ValueError(
@@ -155,7 +155,7 @@ def _check_rank(init_method: str) -> None:
 
 
 def _freely(rank: int, world_size: int | None, given: Any) -> tuple[int, Any]:
-    """The rank, and options of a group that is joined freely where env:// is not told its size, as with torch."""
+    """The rank and the options; as in torch, env:// without a size makes a free group."""
     url = urlsplit(given.init_method)
     if url.scheme != "env" or world_size or "world_size" in parse_qs(url.query) or os.environ.get("WORLD_SIZE"):
         return rank, given
@@ -167,7 +167,7 @@ def _freely(rank: int, world_size: int | None, given: Any) -> tuple[int, Any]:
 
 
 def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
-    """A store as torch's backends get it; each init has a part of it for itself."""
+    """A store for torch's backends; each init has a part of its own."""
     if world_size:
         store, _, _ = next(c10d.rendezvous(given.init_method, rank=rank, world_size=world_size))
     else:
@@ -216,7 +216,7 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
 
 
 def _get_debug_info() -> dict[str, str | int]:
-    """Figures of references and of the worker, as text, and of autograd, as numbers."""
+    """Figures of references and of the worker as text, and of autograd as numbers."""
     found: dict[str, str | int] = dict(api._rref_context_get_debug_info())
     found.update(api._get_current_rpc_agent().get_debug_info())
     found.update(dist_autograd._get_debug_info())

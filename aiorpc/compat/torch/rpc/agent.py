@@ -1,6 +1,6 @@
-"""What torch calls the agent of a process: its worker, with the names that programs ask for.
+"""torch's agent of a process: its worker, with the names that programs use.
 
-`process` holds the one agent of this process, as torch's C++ does; a backend of a program's own may put its own there.
+`process` holds the agent of this process, as torch's C++ does; a program's own backend may set another one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ....worker import Worker
 
 
 class RpcAgent:
-    """What all agents have in common, for ``isinstance``."""
+    """The base of all agents, for ``isinstance``."""
 
 
 class TensorPipeAgent(RpcAgent):
-    """The agent of a worker of aiorpc. The name is the one that programs ask for; TensorPipe is not there."""
+    """The agent of a worker of aiorpc. Programs use this name; there is no TensorPipe behind."""
 
     def __init__(self, worker: Worker, store: object = None) -> None:
         self.worker = worker
-        self.store = store  # torch's, that the program gave; None if it gave an address
+        self.store = store  # torch's store from the program; None if it gave an address
         self.report: ShutdownReport | None = None
         self.gil_profiling = False
         self._process = os.getpid()
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the worker's process, which may start a worker of its own."""
+        """Whether this is a forked child, which may start a worker of its own."""
         return os.getpid() != self._process
 
     # --- the group ----------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class TensorPipeAgent(RpcAgent):
         return not self.worker.dynamic
 
     def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
-        """Name and id of this worker, or of the one of that name or id. RuntimeError if there is none."""
+        """Name and id of this worker, or of another one by its name or id. RuntimeError if there is none."""
         if isinstance(worker_name, str) or worker_name is None:
             return self.worker.get_worker_info(worker_name)
         self.worker._check_open()
@@ -77,7 +77,7 @@ class TensorPipeAgent(RpcAgent):
             "agent.server_active_calls": figures.calls_running,
             "agent.server_active_async_calls": max(0, figures.calls_running - figures.threads + figures.threads_idle),
         }
-        if self.gil_profiling:  # what the loop waits for, if it is not computing itself, is the interpreter lock
+        if self.gil_profiling:  # if the loop is not computing, it waits for the interpreter lock
             found["agent.gil_average_wait_time_us"] = math.ceil(1e6 * figures.loop_lag_mean)
         return {name: str(value) for name, value in found.items()}
 
@@ -101,7 +101,7 @@ class TensorPipeAgent(RpcAgent):
 
 
 class Process:
-    """What belongs to this process."""
+    """The state of this process."""
 
     def __init__(self) -> None:
         self.agent: object = None

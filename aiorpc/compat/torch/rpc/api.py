@@ -1,6 +1,6 @@
 """Stands as ``torch.distributed.rpc.api``: the verbs, and the steps of joining and leaving that programs replace.
 
-The steps are looked up here each time, so a program that puts its own function in place of one is heard.
+The steps are looked up here each time, so a program may replace one by its own function.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., object])
 
-# What is still referred to when the group leaves is no error, unless somebody wants it to be.
+# Leaked references at the end are no error by default.
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
-_TELL = 5.0  # seconds, for telling others that somebody is gone
-_LOOK = 0.1  # seconds between two looks at whether somebody was lost
+_TELL = 5.0  # seconds to tell other workers of a gone one
+_LOOK = 0.1  # seconds between two checks for lost workers
 _DIGITS = 20  # of the number of an `_all_gather`, at most
 _LEAST = 0.001  # seconds, of a time that has passed: 0 is no limit
 
@@ -89,12 +89,12 @@ def _get_current_rpc_agent() -> Any:
 
 
 def _set_and_start_rpc_agent(agent: object) -> None:
-    """From now on the process has that agent."""
+    """Set the agent of this process."""
     process.agent = agent
 
 
 def _reset_current_rpc_agent() -> None:
-    """From now on it has none."""
+    """Remove the agent of this process."""
     process.agent = None
 
 
@@ -118,13 +118,13 @@ def _init_rpc_states(agent: Any) -> None:
         _set_and_start_rpc_agent(agent)
     node = _node_of(agent)
     if node is not None:
-        news = node.events.listen()  # from here on, whenever the loop comes to the task
+        news = node.events.listen()  # when the loop next runs the task
         node.engine.call_on_loop(lambda: node.engine.tasks.spawn(_forget_who_is_gone(node, news)))
 
 
 @_require_initialized
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Name and id of this worker, or of the one of that name. RuntimeError if the group has none."""
+    """Name and id of this worker, or of another one by its name. RuntimeError if the group has none."""
     info: WorkerInfo = _get_current_rpc_agent().get_worker_info(worker_name)
     return info
 
@@ -145,10 +145,10 @@ def _start(to: Any, func: Any, args: Any, kwargs: object, timeout: float) -> Fut
 
 
 def _callable(func: object, args: object, kwargs: Any) -> tuple[Any, Any, Any]:
-    """What is sent in place of a script function, or while the program has a pickler of its own."""
+    """The function to send: for a script function, or with a program's own pickler, a stand-in."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    # As torch: any sequence will do, also a string, and what is false stands for no arguments by name.
+    # As in torch: any sequence will do, also a string; a false value means no arguments by name.
     if args is not None and not isinstance(args, Sequence):
         args, _ = check_arguments(args, None)
     if kwargs and type(kwargs) is not dict:
@@ -168,7 +168,7 @@ def rpc_sync(
     kwargs: dict[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> object:
-    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises the function's error."""
     registry.get().engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     return wait_alone(_start(to, func, args, kwargs, timeout))
 
@@ -227,7 +227,7 @@ def _use_rpc_pickler(rpc_pickler: object) -> Iterator[None]:
 
 
 def method_factory(method_name: str, docstring: str) -> Callable[..., object]:
-    """A method that calls the one of that name on an RRef."""
+    """A method that calls the method of the same name on an RRef."""
 
     def method(self: object, *args: object, **kwargs: object) -> object:
         return getattr(self, method_name)(*args, **kwargs)
@@ -245,7 +245,7 @@ new_method: Callable[..., object] = method_factory("to_here", PyRRef.to_here.__d
 class AllGatherStates:
     """One `_all_gather` that this worker takes part in: objects by the worker's name, and whether they are all there.
 
-    names: of the workers that take part, as this one was told by its own program. own: this worker's.
+    names: of the workers that take part, from this worker's program. own: this worker's.
     """
 
     def __init__(self, names: Iterable[str] = (), own: str = "") -> None:
@@ -255,7 +255,7 @@ class AllGatherStates:
         self.proceed_signal: threading.Event = threading.Event()
 
     def add(self, sequence_id: str, worker_name: str, obj: bytes) -> None:
-        """On the leader: what a worker has given. AssertionError if it takes no part, or has come before."""
+        """On the leader: take a worker's object. AssertionError if it takes no part, or has come before."""
         if worker_name not in self.names or self.own != min(self.names):
             raise AssertionError(f"{worker_name} is not expected by leader.")
         if worker_name in self.gathered_objects:
@@ -265,7 +265,7 @@ class AllGatherStates:
             self.proceed_signal.set()
 
     def finish(self, sequence_id: str, leader: str | None, objects_map: dict[str, bytes]) -> None:
-        """On the others: what the leader has gathered. AssertionError if another worker says so, or the leader twice.
+        """On the others: take the leader's result. AssertionError if it comes from another worker, or twice.
 
         leader: None in a program's own call of the handler.
         """
@@ -284,17 +284,17 @@ _all_gather_dict_lock = RLock()
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: dict[str, AllGatherStates] = {}
 _arrivals = Arrivals()
-_looked_for: set[int] = set()  # ids of members of which another one has said that they are gone
+_looked_for: set[int] = set()  # ids of members that another one has reported as gone
 
 
 def _begin(names: set[str], own: str) -> tuple[str, AllGatherStates]:
-    """The next `_all_gather` of those workers, with what others have said of it so far."""
+    """The next `_all_gather` of some workers, with the messages that have come for it."""
     leader = min(names)
     with _all_gather_dict_lock:
         sequence_id = _next_sequence_id(names)
         states = _all_gather_sequence_id_to_states[sequence_id] = AllGatherStates(names, own)
         for name, said in _arrivals.take(sequence_id):
-            with contextlib.suppress(AssertionError):  # of a worker that takes no part, as is known only now
+            with contextlib.suppress(AssertionError):  # the worker takes no part, which is known only now
                 if isinstance(said, dict):
                     states.finish(sequence_id, name, said)
                 elif name is not None and own == leader:
@@ -303,13 +303,13 @@ def _begin(names: set[str], own: str) -> tuple[str, AllGatherStates]:
 
 
 def _keep_for_later(sequence_id: str, name: str | None, said: Said, leader: str | None) -> None:
-    """Keep what a worker says of a gathering that has not begun here, with the lock held.
+    """Keep a worker's message for a gathering that has not begun here, with the lock held. leader: the claimed leader,
+    whose name comes first.
 
-    leader: who leads it if that is true, whose name comes first. AssertionError if the id shows that either of both
-    workers takes no part; it is looked at again once it begins.
+    AssertionError if the id shows that one of both workers takes no part; checked again once it begins.
     """
     if _has_begun(sequence_id):
-        return  # it is over here: this worker has not waited for so long
+        return  # it is over here: this worker did not wait so long
     call = current_call.get(None)
     if call is None:
         _arrivals.keep(None, name, sequence_id, said, sys.maxsize)
@@ -326,7 +326,7 @@ def _keep_for_later(sequence_id: str, name: str | None, said: Said, leader: str 
 
 
 def _has_begun(sequence_id: str) -> bool:
-    """Whether this worker has come to that one, with the lock held."""
+    """Whether this worker has begun a gathering, with the lock held."""
     for joined, begun in _all_gather_sequence_id.items():
         number = sequence_id.removeprefix(joined)
         if sequence_id.startswith(joined) and number.isdecimal() and len(number) < _DIGITS and int(number) < begun:
@@ -335,7 +335,7 @@ def _has_begun(sequence_id: str) -> bool:
 
 
 async def _forget_who_is_gone(node: Node, news: Listener) -> None:
-    """Let go of what members have said of gatherings that have not begun here, as soon as they are gone."""
+    """Drop messages of gone members for gatherings that have not begun here."""
     async for _ in news:
         with _all_gather_dict_lock:
             _arrivals.forget(node.group.has_gone)
@@ -451,10 +451,10 @@ def _from_bytes(given: bytes, node: Node | None, names: set[str]) -> object:
 
 
 def _report(leader: str, args: tuple[object, ...], seconds: float, begun: float) -> None:
-    """Tell the leader. Once the time is up this waits no more, but what was said counts: the leader waits for it.
+    """Send the object to the leader.
 
-    So it is not the call that has a limit: that would take it back if it had not begun. begun: when the object began to
-    be written, which counts.
+    After the timeout this waits no more, but the message still counts: the leader waits for it. So the call has no
+    limit of its own, which would take it back. begun: when encoding the object began; the timeout counts from there.
     """
     if seconds <= 0:
         rpc_sync(leader, _gather_to_leader, args, timeout=seconds)
@@ -496,8 +496,8 @@ def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
 
 @intrinsic
 async def _nobody_waits(sequence_id: str, name: str, number: int) -> None:
-    """Handler: the worker of that name and id is gone, says another one. A member without a connection to it does not
-    see it leave, so it looks, and whoever waits for that worker sees what it has found.
+    """Handler: another worker reports that a worker is gone. A member without a connection to it does not see it leave;
+    so it checks, and waiters for that worker see the result.
     """
     call = current_call.get()
     assert call is not None, "this is a handler"
@@ -538,7 +538,7 @@ def _tell_followers(sequence_id: str, gathered: dict[str, bytes], names: list[st
         except Exception as error:
             errors[name] = error
     failed = {name: error for name, error in errors.items() if not isinstance(error, (PeerLost, PeerLeft))}
-    for first in failed.values():  # whatever they raised: torch has these words for all of it
+    for first in failed.values():  # torch has the same text for all errors
         raise RuntimeError(
             f"Followers {list(failed)} timed out in _all_gather after {seconds:.2f} seconds. "
             f"The first exception is {first}"
@@ -584,7 +584,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
-    """References end. RuntimeError, unless that is to be ignored, if workers still held some."""
+    """End all references. RuntimeError, unless ignored, if workers still held some."""
     report = getattr(_get_current_rpc_agent(), "report", None)
     if report is not None and report.references and not ignore_rref_leak:
         raise RuntimeError(

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from ....errors import Overloaded
 
-MOST = 256  # gatherings of one member, so that one far ahead of this worker is served as well
-_ENTRY = 256  # bytes that an entry of a table takes, beside what is in it
+MOST = 256  # gatherings of one member: it may be far ahead of this worker
+_ENTRY = 256  # bytes of an entry of a table, without its content
 
 Said = bytes | dict[str, bytes]
 
 
 class _Kept(NamedTuple):
-    """One of them. name: of the worker that has said it; None if that was this process itself. size: its bytes."""
+    """A kept message. name: of its worker; None for this process itself. size: its bytes."""
 
     name: str | None
     said: Said
@@ -23,9 +23,9 @@ class _Kept(NamedTuple):
 
 
 class Arrivals:
-    """What was said of gatherings that this worker has not begun, by who has said it and by sequence id.
+    """Messages for gatherings that this worker has not begun, by worker and sequence id.
 
-    A worker's object stands as bytes, what a leader has gathered as a table. The lock is that of the gatherings.
+    A worker's object is kept as bytes, a leader's result as a table. Use it with the lock of the gatherings.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,10 @@ class Arrivals:
         return sum(map(len, self._kept.values()))
 
     def keep(self, member: int | None, name: str | None, sequence_id: str, said: Said, most: int) -> None:
-        """Keep what the member of that id has said. most: bytes, of all that is kept for it.
+        """Keep a message of a member. most: the most bytes of all its messages.
 
-        Overloaded: it has as many gatherings here, or bytes. AssertionError: it has said something of this one before.
+        Raises Overloaded for too many gatherings or bytes of the member; AssertionError for its second message for a
+        gathering.
         """
         kept = self._kept.get(member, {})
         if sequence_id in kept:
@@ -53,13 +54,13 @@ class Arrivals:
         self._kept.setdefault(member, kept)[sequence_id] = _Kept(name, said, size)
 
     def take(self, sequence_id: str) -> list[tuple[str | None, Said]]:
-        """What was said of that one, by the names of those who have said it; it is kept no more."""
+        """Remove and return the messages for a gathering, by the names of their workers."""
         found = [kept.pop(sequence_id) for kept in self._kept.values() if sequence_id in kept]
         self._kept = {member: kept for member, kept in self._kept.items() if kept}
         return [(each.name, each.said) for each in found]
 
     def forget(self, is_gone: Callable[[int], bool] = lambda _: True) -> None:
-        """Let go of what members have said that are gone; of everything by default."""
+        """Drop the messages of gone members; by default all messages."""
         self._kept = {member: kept for member, kept in self._kept.items() if member is not None and not is_gone(member)}
 
 

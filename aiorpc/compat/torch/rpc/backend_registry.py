@@ -113,7 +113,7 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
             as_torch=True,
         ),
     )
-    # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
+    # Others may call as soon as it serves: everything must be ready for handlers before.
     process.agent = agent = TensorPipeAgent(worker, store)
     with on_error(setattr, process, "agent", None):
         host(worker)
@@ -121,7 +121,7 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
 
 
 def _report(worker: Worker, error: BaseException) -> None:
-    """What a handler raised is written to stderr where it ran, as torch does, also where nobody waits for it."""
+    """Write a handler's error to stderr of its process, as torch does, even if no caller waits for it."""
     if foreign.is_a(error, Exception):
         try:
             shown = repr(error)

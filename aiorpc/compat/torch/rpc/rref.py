@@ -74,7 +74,7 @@ class PyRRef(BaseRRef[T]):
         return peer.call(Fetch(*self._rref), OF_VALUE, None, references.engine.timeout(timeout), depth=depth)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner counts this reference. One that came in a message: waits, for a moment, until it does.
+        """Whether the owner counts this reference. If it came in a message, waits for a moment until it does.
 
         torch hands references to a handler only when their owners count them; here the handler has run meanwhile.
         """
@@ -86,7 +86,7 @@ class PyRRef(BaseRRef[T]):
         return self._confirmed
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """A proxy whose methods run on the owner and return an RRef; AttributeError here for one that is not there."""
+        """A proxy whose methods run on the owner and return an RRef. AttributeError here for an unknown one."""
         return _Checked(self, super().remote(timeout), timeout)
 
     # --- about the value ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class PyRRef(BaseRRef[T]):
         return super().__reduce_ex__(protocol)
 
     def _serialize(self) -> Any:
-        """Raises what the creation raised, and else RpcUsageError: a reference travels in calls only."""
+        """Raises the error of the creation, or RpcUsageError: a reference travels only in calls."""
         self._check_there()
         self._check()
         return super().__reduce_ex__(2)

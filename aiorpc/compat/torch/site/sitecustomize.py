@@ -1,7 +1,7 @@
-"""Installs aiorpc.compat.torch in a Python process once it has imported torch; see `children`, which has it run.
+"""Installs aiorpc.compat.torch in a Python process once it has imported torch; `children` lets it run.
 
-Most children of a program never see torch, and they pay for this file as well. So it imports only what each Python has
-imported already; the rest waits for torch.
+Most children of a program never import torch, and still run this file. So it imports only modules that every Python
+process has imported already; the rest waits for torch.
 """
 
 import os
