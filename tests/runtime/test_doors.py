@@ -359,25 +359,6 @@ async def free_host() -> AsyncIterator[tuple[Worker, Worker]]:
             await each.shutdown(graceful=False)
 
 
-async def test_a_handler_that_waits_at_a_queue_is_no_wait_of_the_program(gate: Gate) -> None:
-    """The grace is not for what was accepted: that ends in its own time."""
-    async with party("free") as here:
-        call = here.other.call("worker0", get_from, "empty", "worker1")
-        await until(lambda: here.leaver._node.engine.waits and here.leaver.pending_calls()[1:])
-        leaving = asyncio.ensure_future(here.leaver.shutdown())
-        await asyncio.wait((leaving,), timeout=0.2)  # several times the grace
-        assert not leaving.done()
-        token = current_node.set(here.other._node)
-        await aiorpc.queue("empty", owner="worker1").put("item")
-        current_node.reset(token)
-        await asyncio.wait_for(leaving, LIMIT)
-        assert await call == "item"
-
-
-async def get_from(name: str, owner: str) -> Any:
-    return await aiorpc.queue(name, owner=owner).get()
-
-
 async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
     """The block is left at once: `asyncio.run`, which waits for the threads of `to_thread`, comes to its end."""
     ended = threading.Event()

@@ -7,9 +7,7 @@ import contextlib
 import gc
 
 import pytest
-from torch.distributed import HashStore
 
-import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, Worker
 from aiorpc.errors import UnknownWorker
 from aiorpc.protocol.frames import Kind, encode_frame
@@ -17,12 +15,9 @@ from aiorpc.protocol.messages import Fetch, Method
 from aiorpc.protocol.packing import pack
 from aiorpc.protocol.reference_messages import (
     MESSAGES,
-    Abandon,
     Add,
-    Del,
     PassedReference,
     ReferenceId,
-    fork_of_creator,
 )
 from aiorpc.runtime.references.rref import RRef
 from aiorpc.testing import cluster
@@ -65,20 +60,6 @@ async def test_references_to_workers_that_have_not_been_heard_of_share_a_look() 
             with pytest.raises(RpcError, match=r"no worker 10\d in the group"):
                 await ghost
         assert await workers[1].call("worker0", len, "abc") == 3
-
-
-async def test_a_worker_whose_id_was_invented_can_join_all_the_same() -> None:
-    """That nobody had the id once is not remembered."""
-    store = HashStore()
-    async with cluster(2, dynamic=True, store=store) as workers:
-        ghost = receive(workers[0], 2, 1)
-        await until(lambda: not workers[0]._node.references.counts().pending)
-        with pytest.raises(RpcError, match="no worker 2 in the group"):
-            await ghost
-        async with aiorpc.init("late", store=store) as late:
-            assert late.id == 2
-            assert await workers[0].call("late", len, "abc") == 3
-            assert await late.call("worker0", len, "abc") == 3
 
 
 async def test_values_that_are_waited_for_by_their_creator_go_with_it() -> None:
@@ -126,20 +107,6 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
                 await asyncio.wait_for(call, LIMIT)
         for call in calls:
             call.cancel()
-
-
-async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> None:
-    """One that was asked for before its creation came, and then never was made, counts for that limit no longer."""
-    async with cluster(2, options=RpcBackendOptions(max_references=2)) as workers:
-        owner = workers[0]._node.references
-        for number in range(5):
-            rref = ReferenceId(1, 1_000_000 + number, 1)
-            waiting = owner.value(*rref, asker=1)
-            assert not waiting.done()
-            owner.on_message(1, Abandon(rref, fork_of_creator(rref), False, "given up"))
-            owner.on_message(1, Del(rref, fork_of_creator(rref)))
-            with pytest.raises(RpcError, match="never created: given up"):
-                await asyncio.wait_for(waiting, LIMIT)
 
 
 async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:

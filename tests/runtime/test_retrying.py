@@ -29,8 +29,6 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
-from aiorpc.protocol.retries import Backoff
-from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.runtime.calls.functions import describe
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
@@ -103,44 +101,6 @@ async def test_without_failures_it_is_one_call(pair: list[Worker]) -> None:
     assert "3 retries" in repr(peer)
 
 
-class GivesUp:
-    """An argument that gives its call up where it is dropped here and that has not ended."""
-
-    future: Any = None
-
-    def __del__(self) -> None:
-        if self.future is not None:
-            self.future.cancel()
-
-    def __reduce__(self) -> Any:
-        return GivesUp, ()
-
-
-async def for_ever_with(argument: GivesUp) -> None:
-    await asyncio.Event().wait()
-
-
-def kind_of(argument: GivesUp) -> str:
-    return type(argument).__name__
-
-
-@pytest.mark.parametrize("ends", ["answered", "cancelled"])
-async def test_an_argument_that_gives_its_call_up_where_it_is_dropped(ends: str) -> None:
-    """A call that may be tried again keeps its arguments until it has ended, and has no lock as it lets go of them."""
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
-        argument = GivesUp()
-        function = kind_of if ends == "answered" else for_ever_with
-        future = argument.future = workers[0].peer("worker1", retries=2).call(function, argument)
-        del argument
-        if ends == "answered":
-            assert await future == "GivesUp"
-        else:
-            future.cancel()
-            with pytest.raises(RpcCancelled):
-                await future
-        await until(lambda: not workers[0].pending_calls() and not workers[1].pending_calls())
-
-
 async def test_a_newcomer_of_the_same_name_gets_the_next_try(store: Store) -> None:
     """The worker dies with the call; the call ends with the answer of the one that comes in its place."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
@@ -169,36 +129,6 @@ async def test_a_worker_that_has_left_and_comes_back(store: Store) -> None:
         calls = [peer.call(where) for _ in range(5)]
         async with aiorpc.init("server", store=store):
             assert await asyncio.gather(*calls) == ["server"] * 5
-
-
-GATE: dict[str, asyncio.Event] = {}
-
-
-@aiorpc.batched(max_size=1)
-async def gated(keys: list[str]) -> list[int]:
-    await GATE["open"].wait()
-    return [ran(key) for key in keys]
-
-
-async def test_a_batch_that_a_worker_did_not_run_as_it_shut_down(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its callers hear that the worker has left before its goodbye comes; with retries they call it again."""
-    GATE["open"] = asyncio.Event()
-    first = pair[0].call("worker1", gated, "a")
-    second = pair[0].call("worker1", gated, "b")
-    await until(lambda: pair[1].statistics().calls_running == 2)
-    third = pair[0].peer("worker1", retries=50, backoff=QUICK).call(gated, "c")
-    await until(lambda: pair[1].statistics().calls_running == 3)
-    monkeypatch.setattr(pair[1]._node.engine.lifetime, "closed", True)
-    GATE["open"].set()
-    assert await first == 1
-    with pytest.raises(PeerLeft, match=r"has shut down, and did not run .*gated"):
-        await second
-    await until(lambda: pair[0].statistics().calls_retried)
-    monkeypatch.undo()
-    assert await third == 1
-    assert not RUNS["b"] and RUNS["c"] == 1
 
 
 async def test_overload_at_the_callee_is_waited_out(store: Store) -> None:
@@ -298,24 +228,6 @@ async def test_no_retries_in_a_context_of_autograd(pair: list[Worker]) -> None:
     assert not RUNS["a"]
 
 
-async def test_a_context_that_was_left_refuses_no_retries(pair: list[Worker]) -> None:
-    """A task that was begun within it knows its id for as long as it runs, and is in no context any more."""
-    left = asyncio.Event()
-
-    async def later() -> int:
-        await left.wait()
-        runs: int = await aiorpc.peer("worker1", retries=2).call(ran, "a")
-        return runs
-
-    async def body() -> int:
-        async with aiorpc.autograd.context():
-            task = asyncio.create_task(later())
-        left.set()
-        return await task
-
-    assert await pair[0].call("worker0", body) == 1
-
-
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -406,38 +318,6 @@ async def test_a_call_that_is_in_a_pause_is_pending(store: Store) -> None:
             with pytest.raises(RpcCancelled):
                 await call
         assert not workers[0].pending_calls()
-
-
-async def test_a_call_that_was_refused_here_and_is_in_a_pause_is_pending(store: Store) -> None:
-    """Nothing was sent, to nobody."""
-    async with cluster(2, store=store, options=RpcBackendOptions(max_pending_calls=1)) as workers:
-        held = workers[0].call("worker1", for_ever)
-        refused = workers[0].peer(1, retries=3, backoff=PAUSED, timeout=0).call(where)
-        assert [(call.worker, call.function) for call in workers[0].pending_calls()[1:]] == [("1", describe(where))]
-        for call in (held, refused):
-            call.cancel()
-            with pytest.raises(RpcCancelled):
-                await call
-
-
-async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a test can seed."""
-    async with cluster(2, store=store) as workers:
-        drawn: list[float] = []
-        random = workers[0]._node.retries.random
-        uniform = random.uniform
-
-        def watched(low: float, high: float) -> float:
-            drawn.append(uniform(low, high))
-            return drawn[-1]
-
-        monkeypatch.setattr(random, "uniform", watched)
-        await die(workers)
-        for _ in range(2):
-            random.seed(11)
-            with pytest.raises(PeerLost):
-                await workers[0].peer("worker1", retries=3, backoff=QUICK).call(where)
-        assert len(drawn) == 8 and drawn[:4] == drawn[4:] and len(set(drawn)) == 4
 
 
 async def test_a_failure_that_nobody_looked_at_is_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -532,14 +412,6 @@ async def wait_for_gate(key: str) -> int:
     await until(lambda: key in GATES)
     await GATES[key][1].wait()
     return count
-
-
-async def test_callers_have_numbers_of_their_own(store: Store) -> None:
-    """Nobody is given the answer of another caller, whatever number he says."""
-    async with cluster(3, store=store) as workers:
-        once = [workers[index].peer("worker2", retries=2, idempotent=True) for index in range(2)]
-        assert [await peer.call(ran, "a") for peer in once] == [1, 2]
-        assert [len(service._answers.remembered) for service in workers[2]._node.services] == [1, 1]
 
 
 async def test_what_is_forgotten_is_refused(store: Store) -> None:
@@ -660,59 +532,10 @@ async def test_what_another_worker_may_have_run_is_no_try_of_this_one(store: Sto
             assert await call == 2
 
 
-async def test_what_another_member_may_have_run_is_no_try_of_this_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a group, whose members are asked in turn: each knows of the tries that came to it, and of no others."""
-    options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=1), RpcBackendOptions()]
-    async with cluster(3, store=store, options=options) as workers:
-        assert await workers[0].call("worker2", where) == "worker2"
-        make_room = crowd(workers[2], monkeypatch)
-        turns = iter(["worker2", "worker1"])
-        retries, site = workers[0]._node.retries, (fill.__code__, 0)
-        once = RetryOptions(9, Backoff(*PAUSED), idempotent=True, wait=False)
-        call = retries.call(lambda: next(turns), ran_later, ("a",), {}, 0, once, site)
-        await until(lambda: RUNS["a"] and retries.paused)
-        (paused,) = retries.paused
-        await fill(workers[0])
-        paused.pause_over()
-        assert await call == 2
-        make_room()
-
-
 async def ran_first_for_ever(key: str) -> int:
     if ran(key) == 1:
         await asyncio.Event().wait()
     return RUNS[key]
-
-
-async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store) -> None:
-    """Beyond eight for each answer that may be kept the first are refused, as calls with forgotten answers are."""
-    from aiorpc.runtime.calls.options import CallOptions
-
-    options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
-    async with cluster(2, store=store, options=options) as workers:
-        peer = workers[0]._node.peers.find("worker1")
-        site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
-
-        def send(number: int, before: int) -> Any:
-            return peer.call(ran, ("a",), None, 30.0, options=CallOptions(site=site, once=(number, before)))
-
-        held = workers[0].call("worker1", for_ever)
-        await until(lambda: RUNS["for ever"])
-        for number in (*range(1, 41), 33, 41):  # of 33 to 40 the first one comes once more, and so the second one goes
-            with pytest.raises(Overloaded, match="not run"):
-                await send(number, 0)
-        held.cancel()
-        await until(workers[1].is_idle)
-        assert [await send(number, 0) for number in (50, 51)] == [1, 2]
-        with pytest.raises(RpcError, match="forgotten"):
-            await send(34, 1)
-        assert [await send(number, 1) for number in (41, 33)] == [3, 4]
-        with pytest.raises(RpcError, match="forgotten"):
-            await send(41, 2)
-        with pytest.raises(RpcCancelled):
-            await held
 
 
 def lots() -> bytes:
@@ -762,12 +585,3 @@ async def test_calls_under_faults_end_well(store: Store) -> None:
             calls += [peer.call(where) for _ in range(30)]
         async with aiorpc.init("server", store=store):
             assert await asyncio.gather(*calls) == ["server"] * 180
-
-
-async def test_observers_see_each_try(pair: list[Worker]) -> None:
-    """A rule of Faults that fails one try has the call tried again only where that is a reason."""
-    with Faults(pair[0]) as faults:
-        rule = faults.fail("call", times=1)
-        with pytest.raises(RpcError):
-            await pair[0].peer("worker1", retries=3, backoff=QUICK).call(ran, "a")
-        assert rule.count == 1 and not RUNS["a"]
