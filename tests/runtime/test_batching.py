@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc import batched
 from aiorpc.errors import RpcCancelled, RpcUsageError
-from aiorpc.runtime.calls.batched import batched
 from aiorpc.runtime.calls.batching import Batch, Batcher, get_batcher
 
 

@@ -21,10 +21,9 @@ import torch
 import aiorpc
 from aiorpc import RpcError, RpcUsageError, Worker, WorkerInfo
 from aiorpc.errors import SerializationError, UnknownWorker
-from aiorpc.protocol.frames import REPLY
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until
 
 
@@ -149,7 +148,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
     """rpc_sync and rpc_async take args as a tuple or a list, and kwargs as a dict."""
 
     def script() -> list[int]:
-        token = current_node.set(pair[0]._node)
+        token = act_as(pair[0])
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
@@ -158,14 +157,14 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
                 aiorpc.rpc_sync("worker1", add, kwargs={"a": 1, "b": 1}, timeout=0),
             ]
         finally:
-            current_node.reset(token)
+            act_no_more(token)
 
     assert await asyncio.to_thread(script) == [11, 3, 16, 2]
 
 
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
-    current_node.set(pair[0]._node)
+    act_as(pair[0])
     with pytest.raises(aiorpc.errors.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
@@ -447,7 +446,7 @@ async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
 )
 async def test_futures_and_references_name_the_users_line(pair: list[Worker], make: Callable[[Worker], Any]) -> None:
     """Whatever was made, its text says where: a line of the user's, not one of the library's."""
-    current_node.set(pair[0]._node)
+    act_as(pair[0])
     made = make(pair[0])
     assert f"{__file__}:" in repr(made) and "in <lambda>" in repr(made)
     await made
@@ -464,7 +463,7 @@ async def test_an_answer_that_is_none_says_whose_it_is(pair: list[Worker]) -> No
     connection = serving(pair[1], "worker0")
     await until(lambda: any(each.user_calls() for each in pair[1]._node.services))
     (number,) = [number for each in pair[1]._node.services for number, one in each.calls.items() if not one.system]
-    say(connection, REPLY, number, b"\xc1")
+    say(connection, "REPLY", number, b"\xc1")
     with pytest.raises(RpcError, match=r"the result of .*hold on .*worker1.* cannot be read here: ProtocolError"):
         await asyncio.wait_for(call, LIMIT)
     release.set()

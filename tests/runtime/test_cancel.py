@@ -15,7 +15,6 @@ import pytest
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcCancelled, Worker
 from aiorpc.callbacks import block_observer
-from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import LIMIT, until
 
 
@@ -318,7 +317,7 @@ class Long:
     """Takes long to unpickle: until the flags say `release`."""
 
     def __init__(self) -> None:
-        self.text = "x" * (2 * LARGE_PICKLE)
+        self.text = "x" * 200_000
 
     def __setstate__(self, state: dict[str, str]) -> None:
         self.text = state["text"]

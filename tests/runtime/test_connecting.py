@@ -19,10 +19,9 @@ import aiorpc
 from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, Worker
 from aiorpc.errors import SerializationError
 from aiorpc.events import WorkerLeft
-from aiorpc.protocol.states import PeerState
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 
@@ -70,36 +69,36 @@ def take_no_connections(worker: Worker) -> None:
 
 async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(pair: list[Worker]) -> None:
     """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
-    pair[0]._node.engine.bounds = Bounds(handshake=0.02, connect=0.05)
+    set_bounds(pair[0], handshake=0.02, connect=0.05)
     take_no_connections(pair[1])
     call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
     done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
-    pair[0]._node.engine.bounds = Bounds()  # a busy machine needs longer for a handshake
+    set_bounds(pair[0])  # a busy machine needs longer for a handshake
     pair[1]._node.acceptor.start()
     assert await answer(call) == 3
 
 
 async def test_handshake_that_breaks_is_begun_again(pair: list[Worker]) -> None:
     """A connection that ends before it was proved says nothing about the worker at its other end."""
-    pair[1]._node.engine.bounds = Bounds(handshake=0.0)  # it lets nobody come that far
+    set_bounds(pair[1], handshake=0.0)  # it lets nobody come that far
     call = pair[0].call("worker1", abs, -3)
     await until(lambda: pair[1].statistics().connections_refused >= 2)
     assert not call.done() and pair[0]._node.group.lost == {}
-    pair[1]._node.engine.bounds = Bounds()
+    set_bounds(pair[1])
     assert await answer(call) == 3
 
 
 async def test_member_gets_through_a_crowd_of_strangers(over_tcp: list[Worker]) -> None:
     """Strangers who open all the connections that may be in their handshake keep no member out."""
     engine = over_tcp[1]._node.engine
-    engine.bounds = Bounds(handshakes=4)
+    set_bounds(over_tcp[1], handshakes=4)
     record = engine.record
 
     def open_connections() -> int:
         return sum(not connection.ended for connection in list(engine.connections))
 
-    await until(lambda: over_tcp[1]._node.peers.find("worker0").state is PeerState.READY)
+    await until(lambda: over_tcp[1]._node.peers.find("worker0").state.name == "READY")
     before = open_connections()
     with ExitStack() as stack:
         for _ in range(4):
@@ -158,7 +157,7 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
             full.bind(address)
             full.listen(0)  # it takes one connection, and the system is silent to all others
             stack.enter_context(socket.create_connection(address, LONG))
-            workers[0]._node.engine.bounds = Bounds(connect=0.05)
+            set_bounds(workers[0], connect=0.05)
             place = rf"no answer from 127\.0\.0\.2:{address[1]} within 0\.05 s \(a firewall\?.* address and port_range"
             with pytest.raises(PeerLost, match=rf"worker1.*cannot be reached: .*does not take connections: {place}"):
                 await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
@@ -169,7 +168,7 @@ async def test_worker_of_this_host_that_listens_no_more_is_lost_soon(transport: 
     """Its process lives on, as it does in tests: that it refuses connections says enough, without the whole time."""
     options = RpcBackendOptions(transports=(transport,), shutdown_timeout=0.1)
     async with cluster(2, options=options) as workers:
-        workers[0]._node.engine.bounds = Bounds(connect=100 * LONG, refused=0.1)
+        set_bounds(workers[0], connect=100 * LONG, refused=0.1)
         take_no_connections(workers[1])
         for sock in listeners(workers[1]):
             sock.shutdown(socket.SHUT_RDWR)  # it listens no more
@@ -288,7 +287,8 @@ async def test_a_worker_that_stands_still_in_the_midst_of_its_handshake_tries_ag
     apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
     async with cluster(2, options=[apart, RpcBackendOptions()]) as (still, worker):
         assert await worker.call("worker0", abs, -3) == 3
-        still._node.engine.bounds, worker._node.engine.bounds = Bounds(connect=0.1), Bounds(handshake=0.3)
+        set_bounds(still, connect=0.1)
+        set_bounds(worker, handshake=0.3)
         call = still.call("worker1", abs, -3)
         # This loop does not run until the other one stands, so the handshake is not over by then.
         assert select.select(worker._node.listeners.sockets(), [], [], LONG)[0]

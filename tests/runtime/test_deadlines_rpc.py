@@ -15,10 +15,10 @@ import pytest
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
 from aiorpc.errors import GroupError, WouldBlockLoop
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.conftest import LoopFactory
 from tests.limits import busy
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until, wait_until
 
 
@@ -122,7 +122,7 @@ async def test_zero_means_no_limit() -> None:
         assert await workers[0].peer("worker1", timeout=0).call(left) is None
 
         def script() -> Any:
-            current_node.set(workers[0]._node)
+            act_as(workers[0])
             return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=300)
 
         unlimited, limited = await asyncio.to_thread(script)
@@ -246,7 +246,7 @@ def blocking(verb: Callable[[Worker, aiorpc.RRef[Any]], Any], worker: Worker, rr
     errors: list[Any] = []
 
     def use() -> None:
-        current_node.set(worker._node)
+        act_as(worker)
         try:
             errors.extend(outcome.error for outcome in verb(worker, rref))
         except RpcError as error:
@@ -415,11 +415,11 @@ def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactor
     """The loop that has to bring it is this thread's, which runs another one: that is said, and nobody hangs."""
 
     async def make(worker: Worker) -> Any:
-        token = current_node.set(worker._node)
+        token = act_as(worker)
         try:
             return aiorpc.Queue("items")
         finally:
-            current_node.reset(token)
+            act_no_more(token)
 
     async def use(worker: Worker, rref: aiorpc.RRef[Any], queue: Any) -> Any:
         async with asyncio.timeout(LIMIT):

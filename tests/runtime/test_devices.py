@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import Queue, RpcBackendOptions, RpcError, Worker
 from aiorpc.errors import DeviceMapError, SerializationError
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.types import QueueHandle
 from tests.fakes.cuda import FakeCuda, FakeTensor
+from tests.runtime.inside import acting_as
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
 Tensor = torch.Tensor
@@ -119,16 +119,6 @@ def is_all(tensor: Tensor, value: float) -> bool:
 def fake_of(tensor: Tensor) -> FakeCuda:
     assert isinstance(tensor, FakeTensor)
     return tensor.fake
-
-
-@asynccontextmanager
-async def acting_as(worker: Worker) -> AsyncIterator[None]:
-    """The module's verbs are this worker's."""
-    token = current_node.set(worker._node)
-    try:
-        yield
-    finally:
-        current_node.reset(token)
 
 
 # --- handlers ---------------------------------------------------------------------------------------------------------
@@ -322,9 +312,9 @@ def index_of(x: Tensor) -> int | None:
 
 async def queue_of(owner: Worker, other: Worker) -> tuple[Queue[Any], QueueHandle[Any]]:
     """A queue of that worker, and the handle of another one."""
-    async with acting_as(owner):
+    with acting_as(owner):
         queue: aiorpc.Queue[Any] = aiorpc.Queue("items")
-    async with acting_as(other):
+    with acting_as(other):
         return queue, aiorpc.queue("items", owner=owner.name)
 
 

@@ -21,11 +21,11 @@ from aiorpc.errors import RendezvousError, UnknownWorker
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.calls.declared import pack
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.group import Group
 from aiorpc.testing import cluster
 from tests.limits import busy
+from tests.runtime.inside import set_bounds
 from tests.runtime.joining import unheard_of
 from tests.runtime.stores import ROSTER, WatchedStore
 from tests.runtime.waiting import LIMIT, until
@@ -294,7 +294,7 @@ async def test_what_leaving_waits_for_is_told(store: Store, caplog: pytest.LogCa
     go_on = _go_on["it"] = asyncio.Event()
     async with cluster(1, dynamic=True, store=store) as (worker,):
         guest = await aiorpc.init("guest", store=store)
-        guest._node.engine.bounds = Bounds(told=0.05)
+        set_bounds(guest, told=0.05)
         theirs, ours = worker.call("guest", once_told), guest.call("worker0", once_told)
         await until(lambda: guest.statistics().calls_running == worker.statistics().calls_running == 1)
         leaving = asyncio.ensure_future(guest.shutdown())

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.test_resumption import away
 from tests.runtime.waiting import until
 
@@ -36,7 +36,7 @@ async def error_of(call: Any) -> BaseException:
 async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(transport: str) -> None:
     """In a star members are connected with the leader alone, so nobody else is told of a goodbye."""
     async with cluster(3, options=options(transport)) as (_, leaver, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
+        set_bounds(caller, refused=0.02)
         await leaver.shutdown(graceful=False)
         error = await error_of(caller.peer("worker1", timeout=0).call(abs, -3))
         assert isinstance(error, PeerLeft) and "worker1" in str(error)
@@ -47,7 +47,7 @@ async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(t
 async def test_who_has_died_is_lost_whatever_the_store_says_of_others() -> None:
     """Nothing of it stands there, as nothing does where the store does not answer: that is waited for shortly."""
     async with cluster(4, options=options("unix")) as (_, leaver, dead, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
+        set_bounds(caller, refused=0.02)
         await leaver.shutdown(graceful=False)
         await dead._drop()
         assert isinstance(await error_of(caller.peer("worker2", timeout=0).call(abs, -3)), PeerLost)

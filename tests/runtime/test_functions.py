@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc import Worker
+from aiorpc import Worker, batched
 from aiorpc.errors import RpcUsageError
-from aiorpc.runtime.calls.batched import batched
 from aiorpc.runtime.calls.functions import (
     Mode,
     async_execution,

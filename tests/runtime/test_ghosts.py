@@ -156,7 +156,7 @@ async def test_references_of_a_call_that_is_not_run_are_its_own_trouble(caplog: 
         call = call_of("no.such.module:function")
         before = workers[0].statistics().calls_failed
         call.payload.references = [passed]
-        say(calling(workers[1], "worker0"), Kind.CALL, 1 << 40, call)
+        say(calling(workers[1], "worker0"), "CALL", 1 << 40, call)
         await until(lambda: workers[0].statistics().calls_failed > before)
         assert await workers[1].call("worker0", len, "abc") == 3
     loop.set_exception_handler(None)

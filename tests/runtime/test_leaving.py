@@ -18,14 +18,10 @@ import aiorpc
 from aiorpc import PeerLeft, RpcBackendOptions, RpcError, RpcUsageError, Worker, WorkerClosed
 from aiorpc.errors import RendezvousError
 from aiorpc.events import WorkerLeft
-from aiorpc.protocol.frames import REPLY
-from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.calls.values import LARGE_PICKLE
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from aiorpc.types import ShutdownReport
+from aiorpc.types import ShutdownReport, WorkerState
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import seen, standing_still
 from tests.runtime.stores import Stuck, WatchedStore
 from tests.runtime.waiting import until
@@ -100,7 +96,7 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read() -> None:
     in_its_frame = RpcBackendOptions(shared_memory=0, min_bulk_bytes=1 << 40)
     async with cluster(2, options=[in_its_frame, APART]) as pair:
         assert await pair[0].call("worker1", abs, -3) == 3
-        pair[0]._node.engine.bounds = Bounds(connections=0.05)
+        set_bounds(pair[0], connections=0.05)
         connections = list(pair[0]._node.engine.connections)
         with standing_still(pair[1]):
             call = pair[0].call("worker1", torch.numel, LARGE)
@@ -114,14 +110,14 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> 
     """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
     answers = 0
 
-    def passes(passage: Passage) -> bool:
+    def passes(passage: Any) -> bool:
         nonlocal answers
-        if passage.kind != REPLY or not passage.call.function.endswith(":poll"):
+        if passage.kind.name != "REPLY" or not passage.call.function.endswith(":poll"):
             return True
         answers += 1
         return answers > 5
 
-    pair[0]._node.engine.bounds = Bounds(poll=0.02)
+    set_bounds(pair[0], poll=0.02)
     with seen(pair[1], passes):
         reports = await asyncio.gather(*(each.shutdown() for each in pair))
     assert answers > 6 and [report.timed_out for report in reports] == [False, False]
@@ -189,7 +185,7 @@ async def test_a_call_whose_answer_is_being_unpickled_is_under_way(gate: Gate) -
         await asyncio.wait((leaving,), timeout=0.1)
         assert not leaving.done()
         gate.open.set()
-        assert await asyncio.wait_for(call, LONG) == 2 * LARGE_PICKLE
+        assert await asyncio.wait_for(call, LONG) == 200_000
         assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
 
 
@@ -200,7 +196,7 @@ class Unpickled:
         self.function = function
 
     def __reduce__(self) -> Any:
-        return self.function, (bytes(2 * LARGE_PICKLE),)
+        return self.function, (bytes(200_000),)
 
 
 def unpickled_at_the_gate() -> Any:
@@ -229,7 +225,7 @@ def is_not_read(data: bytes) -> None:
 
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    pair[1]._node.engine.bounds = Bounds(tasks=0.05)
+    set_bounds(pair[1], tasks=0.05)
     with pytest.raises(PeerLeft, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
@@ -239,7 +235,7 @@ async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
 async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate: Gate) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
     a = await alone()
-    a._node.engine.bounds = Bounds(threads=0.1)
+    set_bounds(a, threads=0.1)
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
@@ -430,7 +426,7 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
     """Its process is stopped, say: leaving is bounded all the same, and says so."""
     store, stuck = WatchedStore(), Stuck()
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        worker._node.engine.bounds = Bounds(store=0.1)
+        set_bounds(worker, store=0.1)
         store.look = stuck
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
         assert stuck.entered.is_set() and worker.closed

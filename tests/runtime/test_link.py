@@ -20,7 +20,6 @@ from aiorpc.channels.bulk import HASTY_SIZE
 from aiorpc.protocol.frames import Buffer, Kind
 from aiorpc.protocol.messages import ChannelMessage, Parcel
 from aiorpc.protocol.packing import pack
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links.channel_link import PIECES
 from aiorpc.runtime.links.link import Link
 from aiorpc.runtime.links.messages import DEVICE
@@ -28,6 +27,7 @@ from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from tests.runtime.bad_member import call_of, say
 from tests.runtime.bad_member import calling as calling_connection
+from tests.runtime.inside import set_bounds
 from tests.runtime.waiting import LIMIT, until, until_no_references
 
 MIB = 1 << 20
@@ -449,7 +449,7 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
         async with cluster(2, options=options) as workers:
             await ready(workers)
             for worker in workers:
-                worker._node.engine.bounds = Bounds(pipe_grace=0.05, drain=0.05)
+                set_bounds(worker, pipe_grace=0.05, drain=0.05)
             Gate(monkeypatch, calling(workers[0]), 1)
             call = workers[0].call("worker1", note, large())
             await until(lambda: serving(workers[1]).held)

@@ -21,13 +21,13 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.errors import NotInitialized
-from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
+from aiorpc.types import WorkerState
 from tests.conftest import LoopFactory
 from tests.limits import busy
 from tests.ports import free_port
 from tests.runtime import hostile
+from tests.runtime.inside import act_as
 from tests.runtime.waiting import LIMIT, until, wait_until
 
 
@@ -368,7 +368,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
 
 
 def in_context(worker: Worker, function: Callable[[Worker], None]) -> None:
-    current_node.set(worker._node)
+    act_as(worker)
     function(worker)
 
 

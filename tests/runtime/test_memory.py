@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker
@@ -24,6 +25,7 @@ from aiorpc.errors import SerializationError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 
@@ -668,3 +670,49 @@ async def test_two_thousand_megabytes_keep_one_segment(warmed: list[Worker]) -> 
     assert all(refused(worker) == {} for worker in warmed)
     del back
     await until_all_back(*warmed)
+
+
+@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), RuntimeError("no such thing")])
+async def test_a_peer_that_cannot_map_gets_the_bytes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """One line says why, once for each connection; everything works, by socket."""
+
+    open_file = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if "/fd/" in str(path):  # how a file without a name of another process is reached
+            raise error
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    caplog.set_level(logging.INFO, "aiorpc")
+    async with cluster(2) as workers:
+        for seed in range(100):
+            assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
+            if len(refusals(caplog)) == 2:  # worker1 offers its own for the results
+                break
+            await asyncio.sleep(0.01)
+        assert torch.equal(await workers[0].call("worker1", echo, large()), large())
+        assert lent(*workers) == 0 and workers[0].statistics().channels["shared memory"].sent == 0
+        assert workers[0].statistics().channels["shared memory"].refused["refused"] == 1
+    assert len(refusals(caplog)) == 2
+    assert "worker1 (rank 1" in refusals(caplog)[0] + refusals(caplog)[1] and str(error) in refusals(caplog)[0]
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "cannot map our memory" in record.getMessage()]
+
+
+async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
+    """The worker says so while it can; its process lives on, so nothing else would prove it."""
+    async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
+        guest = await Worker("guest", store=store)
+        await warm(guest, lender)
+        set_bounds(guest, release_pause=60.0)
+        value = await guest.call("worker0", make, COUNT)
+        assert lent(lender) == value.nbytes
+        del value
+        assert lent(lender) > 0
+        await guest.shutdown()
+        await until_all_back(lender)

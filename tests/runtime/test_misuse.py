@@ -22,7 +22,7 @@ import torch
 import aiorpc
 from aiorpc import RpcUsageError, Worker
 from aiorpc.errors import SerializationError
-from aiorpc.runtime.calls.current import current_node
+from tests.runtime.inside import act_as
 from tests.runtime.waiting import until
 
 
@@ -334,7 +334,7 @@ async def test_arguments_that_are_no_tuple_are_told_as_such(pair: list[Worker], 
     def value_of(result: Any) -> Any:
         return result.wait() if isinstance(result, aiorpc.Future) else result
 
-    current_node.set(pair[0]._node)
+    act_as(pair[0])
     await asyncio.to_thread(use)
 
 

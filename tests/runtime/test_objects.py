@@ -16,8 +16,8 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker
 from aiorpc.errors import UnknownObject
-from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.testing import cluster
+from tests.runtime.bad_member import method_of
 from tests.runtime.waiting import until, until_no_references
 
 QUICK = (0.001, 0.01)
@@ -314,7 +314,7 @@ async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> N
     peer = pair[0]._node.peers.find("worker1")
     for name in ("_secret", "__init__", "__reduce__", "__class__"):
         with pytest.raises(RpcUsageError, match=f"{name} of the object 'buffer' is private"):
-            await peer.call(ObjectMethod("buffer", name), (), None, 20.0)
+            await peer.call(method_of("buffer", name), (), None, 20.0)
     with pytest.raises(RpcUsageError, match="'kept' of Buffer is not callable"):
         await pair[0].peer("worker1").object("buffer").kept()
     with pytest.raises(AttributeError, match="nothing"):

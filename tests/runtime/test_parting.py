@@ -8,8 +8,8 @@ import time
 import pytest
 
 from aiorpc import PeerLost, RpcBackendOptions, Worker
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.waiting import until
 
 
@@ -54,7 +54,7 @@ async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_a
     """It asks once more: the other one may have answered in time."""
     async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
         asking, other = (each._node for each in pair)
-        asking.engine.bounds = Bounds(vouch=0.3)
+        set_bounds(pair[0], vouch=0.3)
         together = asyncio.ensure_future(
             asking.group._indirect_probe.is_together(other.engine.record, asking.engine.record)
         )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,40 @@ import pytest
 from aiorpc.errors import WorkerClosed
 from aiorpc.runtime.engine.pool import ThreadPool
 from tests.limits import busy
-from tests.runtime.pools import LIMIT_S, Gate
 from tests.runtime.waiting import wait_until
+
+LIMIT_S = 20.0
+
+
+class Gate:
+    """A job that counts its runs and holds its thread until opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.release()
+        assert self.open.wait(LIMIT_S)
+
+    def wait_entered(self, count: int) -> None:
+        for _ in range(count):
+            assert self.entered.acquire(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def pools() -> Iterator[Callable[..., ThreadPool]]:
+    """Makes pools that are closed at the end, all their jobs done."""
+    made: list[ThreadPool] = []
+
+    def make(limit: int, linger: float = 0.05, busy: float = 0.0) -> ThreadPool:
+        made.append(ThreadPool("test", limit, linger=linger, busy=busy))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        assert pool.close(LIMIT_S) == 0
+        assert pool.threads == 0
 
 
 def test_jobs_start_in_the_order_they_were_submitted(pools: Callable[..., ThreadPool]) -> None:

@@ -21,8 +21,8 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.publication import SubscriptionClosed, Unpublished, Want
-from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
+from aiorpc.types import Subscription
 from tests.processes.workers import until
 from tests.unlooked import unlooked_at
 

@@ -28,8 +28,8 @@ from aiorpc import (
     WorkerClosed,
 )
 from aiorpc.protocol.reference_messages import LENT, PassedReference
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
@@ -168,13 +168,13 @@ async def test_remote_returns_at_once(workers: list[Worker], gate: Gate) -> None
 
 async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     """remote(to, func, *args) and torch's remote(to, func, args=(...)); a lone tuple or list is torch's args."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     one, two = aiorpc.remote("worker1", divmod, 7, 2), aiorpc.remote("worker1", divmod, (7, 2))
     three = aiorpc.remote("worker1", divmod, args=[7, 2])  # type: ignore[call-overload]
     four = aiorpc.remote("worker1", dict, args=(), kwargs={"a": 1}, timeout=5)
     five = aiorpc.peer("worker1").remote(sum, (1, 2))
     assert [await rref for rref in (one, two, three, four, five)] == [(3, 1), (3, 1), (3, 1), {"a": 1}, 3]
-    current_node.reset(token)
+    act_no_more(token)
 
 
 def _given(*args: Any, **kwargs: Any) -> Any:
@@ -204,9 +204,9 @@ async def test_which_form_of_remote_is_meant(
     workers: list[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Any
 ) -> None:
     """torch's form where everything that follows the function is of the kinds that torch takes there."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     assert await aiorpc.remote("worker1", _given, *args, **kwargs) == wanted
-    current_node.reset(token)
+    act_no_more(token)
 
 
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
@@ -222,7 +222,7 @@ async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: lis
 
 async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     """RRef(value) is owned here, confirmed from the beginning, and readable everywhere."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     thing = Thing(3)
     rref = RRef(thing)
     assert rref.is_owner() and rref.confirmed_by_owner() and rref.local_value() is thing
@@ -230,7 +230,7 @@ async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     assert await workers[0].call("worker1", read, rref) == 3
     assert await workers[0].call("worker2", forward, rref, "worker1") == 3
     assert await rref.rpc_async().get() == 3
-    current_node.reset(token)
+    act_no_more(token)
     del thing
 
 
@@ -566,13 +566,13 @@ async def test_a_method_with_long_arguments_finds_the_value_whose_handle_has_die
 async def test_the_owner_calls_a_value_that_nobody_else_holds(workers: list[Worker], size: int) -> None:
     """The handle may be dropped at once: the value is there until the call has ended, however long that takes."""
     argument = torch.ones(size)
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     for _ in range(5):
         assert await RRef(Thing(3)).rpc_async().take(argument) == size
         assert await RRef(Thing(3)).remote().take(argument) == size
         assert [item async for item in RRef(Thing(3)).stream().items(argument)] == [3, size]
         assert (await workers[0].group(["worker0"]).remote(Thing, 3).rpc_async().take(argument)).values() == [size]
-    current_node.reset(token)
+    act_no_more(token)
 
 
 async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:
@@ -625,9 +625,9 @@ class Explodes:
 async def test_what_remains_at_shutdown_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """With owner, type and the line that made it, at the owner and at the user; in the report and in the log."""
     async with cluster(2) as workers:
-        token = current_node.set(workers[1]._node)
+        token = act_as(workers[1])
         own = RRef(Thing(2))
-        current_node.reset(token)
+        act_no_more(token)
         rref = workers[0].remote("worker1", Thing, 1)
         await rref
         with caplog.at_level(logging.INFO, "aiorpc"):

@@ -1224,3 +1224,17 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
+    here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names who has it and who has not, instead of a refused handshake later."""
+    opened = [here.open(0, 2)]
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
+    opened.append(here.open(1, 2))
+    joined = together(*(lambda one=one: one.join(lambda n: make_record(f"w{n}", n)) for one in opened))
+    for one, records in zip(opened, joined, strict=True):
+        assert isinstance(records, list)
+        with pytest.raises(RendezvousError, match=r"for all workers or for none: w1 .* have it, w0 .* have not"):
+            one.agree_secret(records[one.rank or 0], tmp_path)

@@ -20,16 +20,16 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import Worker
-from aiorpc.protocol.frames import Buffer, Frame
+from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.states import HandshakeState, PeerState
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.transport.connection import Connection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
+from tests.runtime.inside import act_as
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
 
@@ -79,7 +79,7 @@ def options(kind: str, certificate: rpc.Tls) -> rpc.RpcBackendOptions:
 async def far(options: rpc.RpcBackendOptions) -> AsyncIterator[list[Worker]]:
     """Two workers that speak TCP alone; the first is the current one."""
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        act_as(workers[0])
         assert await rpc.call("worker1", bodies.add, 1, 2) == 3
         assert (workers[0]._node.engine.record.tls == "1.3") == (options.tls is not None)
         yield workers
@@ -559,3 +559,35 @@ async def test_calls_that_come_together_as_a_connection_goes_on_are_not_too_many
         assert len(await long) == 10_000
         for each, outcome in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
             assert outcome == each + 1 or isinstance(outcome, rpc.Overloaded), outcome
+
+
+@pytest.mark.parametrize("times", [1, 5])
+async def test_connections_that_their_opener_never_got_count_for_nothing(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many last words were lost, a worker is served, gets a second connection, and has both go on."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=1000.0)) as workers:
+        feed, lost = Handshake.feed, list[Frame]()
+
+        def lose(self: Handshake, frame: Frame) -> list[Buffer]:
+            opened = self.record.name == "worker0" and not self.pipe
+            if opened and frame.kind == Kind.WELCOME and len(lost) < times:
+                lost.append(frame)
+                raise ConnectionResetError("the network has broken")
+            return feed(self, frame)
+
+        monkeypatch.setattr(Handshake, "feed", lose)
+        assert await workers[0].call("worker1", count, 1) == 1
+        assert len(lost) == times
+        mine = [each for each in workers[1]._node.services if each.record.name == "worker0"]
+        assert len(mine) == 2  # one of which waits for its opener
+        large = torch.ones(2_000_000)
+        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        link = workers[0]._node.peers.find("worker1").link
+        assert link is not None
+        await until(lambda: link.pipe is not None)
+        assert link.pipe is not link.connection
+        for _ in range(3):
+            cut()
+            assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        assert all(not worker._node.group.lost for worker in workers)

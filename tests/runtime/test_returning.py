@@ -22,7 +22,6 @@ from aiorpc.errors import RendezvousError, UnknownWorker
 from aiorpc.events import WorkerLost, WorkerReplaced
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.calls.declared import pack
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.joining import JoiningMembers
 from aiorpc.runtime.meeting.key_value import KeyValueClient
@@ -30,6 +29,7 @@ from aiorpc.runtime.meeting.membership import Member, Proof
 from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.test_rendezvous import ELSEWHERE, PATIENCE, make_record, together
 from tests.runtime.waiting import until
 
@@ -415,7 +415,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
     """Nobody takes another member's word for it, and not the leader's where the one before says that it is there."""
     async with place() as (workers, _):
         a, b, c = workers
-        b._node.engine.bounds = Bounds(vouch=0.1)
+        set_bounds(b, vouch=0.1)
         liar = replace(a._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
             await c.call("worker1", handlers.introduce, pack(liar.to_wire()))  # type: ignore[call-overload]
@@ -430,7 +430,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
             flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]  # type: ignore[call-overload]
             refused = await asyncio.gather(*flood, return_exceptions=True)
         assert {*map(type, refused)} == {RpcUsageError} and looked == [c._node.engine.id]  # one task for all of them
-        b._node.engine.bounds = Bounds()
+        set_bounds(b)
         taken = replace(c._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
             await a.call("worker1", handlers.introduce, pack(taken.to_wire()))  # type: ignore[call-overload]
@@ -438,3 +438,39 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
             await c.call("worker0", handlers.arrive, pack(c._node.engine.record.to_wire()))  # type: ignore[call-overload]
         for each in workers:
             assert await each.call("worker2", abs, -3) == 3 and each._node.group.lost == {}
+
+
+async def die(worker: Worker) -> None:
+    """The leader dies, and does not answer what it is asked by then."""
+    await worker._drop()
+    await for_ever()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Its init goes on with the next leader, under another id; that one may have heard of the first id, or not."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        news = b.events()
+        await lose(c, a, b)
+        set_bounds(b, refused=0.05)
+        joining = b._node.group.joining
+        introduce = joining.introduce
+
+        async def die_meanwhile(leader: int, newcomer: Any) -> None:
+            if heard:
+                await introduce(leader, newcomer)
+            await die(a)
+
+        monkeypatch.setattr(joining, "introduce", die_meanwhile)
+        new = await here.come_back(2)
+        monkeypatch.undo()
+        assert new._node.engine.id == SIZE + 1 and b._node.group.leads
+        assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
+        await here.come_back(0)
+        assert await b.call("worker0", abs, -3) == await new.call("worker0", abs, -3) == 3
+        told = [type(await asyncio.wait_for(anext(news), LONG)) for _ in range(6 if heard else 4)]
+        assert told.count(WorkerLost) == told.count(WorkerReplaced)
+        await news.aclose()

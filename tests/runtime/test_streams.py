@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,7 +16,6 @@ import torch
 
 import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
-from aiorpc.protocol.frames import ITEM
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving, values_of
 from tests.runtime.waiting import until, until_no_references
@@ -415,10 +416,48 @@ async def test_items_that_were_not_asked_for_end_the_connection() -> None:
         connection = serving(workers[1], "worker0")
         (number,) = [call for each in workers[1]._node.services for call in each.calls]
         for item in range(3):
-            say(connection, ITEM, number, [values_of([item])])
+            say(connection, "ITEM", number, [values_of([item])])
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
         for item in range(1000):
-            say(connection, ITEM, number, [values_of([item])])
+            say(connection, "ITEM", number, [values_of([item])])
         with pytest.raises(PeerLost, match=r"worker1.*beyond the 4 that were asked for"):
             for _ in range(1000):
                 await anext(stream)
+
+
+class Large:
+    """What a consumer holds."""
+
+
+@pytest.mark.parametrize("way", ["task", "thread"])
+async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apart: list[Worker], way: str) -> None:
+    """All that its frame held goes at once: no reference cycle stays behind the error."""
+    held: list[weakref.ref[Large]] = []
+
+    async def take() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        async for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def take_here() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def fails() -> None:
+        with contextlib.suppress(KeyError):
+            take_here()
+
+    gc.collect()
+    gc.disable()
+    try:
+        if way == "thread":
+            await asyncio.to_thread(fails)
+        else:
+            with contextlib.suppress(KeyError):
+                await take()
+        await until(lambda: held[0]() is None)  # the loop of the worker may be in the midst of its turn
+    finally:
+        gc.enable()

@@ -24,7 +24,6 @@ from aiorpc import (
 from aiorpc.collecting import wait_all
 from aiorpc.errors import RpcError, WouldBlockLoop
 from aiorpc.events import CallEvent, CallOutcome
-from aiorpc.runtime.caller.peer import Peer
 from aiorpc.testing import cluster
 from tests import scripts
 
@@ -50,7 +49,7 @@ async def awake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
         yield workers
 
 
-def is_shared(peer: Peer) -> bool:
+def is_shared(peer: Any) -> bool:
     """Whether its answers may be read by other threads than the loop's."""
     return peer.connection is not None and peer.connection._reader.epoll is not None
 
