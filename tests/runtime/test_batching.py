@@ -245,11 +245,6 @@ async def test_a_cancelled_task_settles_its_callers() -> None:
     assert isinstance(caller.error, RpcCancelled)
 
 
-@batched(max_size=1)
-def single(xs: list[int]) -> list[int]:
-    return xs
-
-
 # Size and time.
 
 

@@ -682,13 +682,6 @@ class Counter:
     def read(self) -> Tensor:
         return self.total + 0
 
-    async def read_async(self) -> Tensor:
-        await asyncio.sleep(0)
-        return self.total + 0
-
-    def compare(self, x: Tensor) -> Tensor:
-        return x - self.total
-
 
 def local_total(rref: aiorpc.RRef[Tensor]) -> Tensor:
     return rref.local_value() + 1

@@ -43,40 +43,8 @@ def decorated(inner: Callable[..., Any]) -> Callable[..., Any]:
 class Thing:
     def method(self) -> None: ...
 
-    async def async_method(self) -> None: ...
-
-    def generate(self) -> Iterator[int]:
-        yield 1
-
-    @staticmethod
-    def static() -> None: ...
-
-    @classmethod
-    def build(cls) -> Thing:
-        return cls()
-
     @async_execution
     def later(self) -> torch.futures.Future[int]:
-        return torch.futures.Future()
-
-    @staticmethod
-    @async_execution
-    def static_below() -> torch.futures.Future[int]:
-        return torch.futures.Future()
-
-    @async_execution
-    @staticmethod
-    def static_above() -> torch.futures.Future[int]:
-        return torch.futures.Future()
-
-    @classmethod
-    @async_execution
-    def class_below(cls) -> torch.futures.Future[int]:
-        return torch.futures.Future()
-
-    @async_execution
-    @classmethod
-    def class_above(cls) -> torch.futures.Future[int]:
         return torch.futures.Future()
 
     def __call__(self) -> None: ...

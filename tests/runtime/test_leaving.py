@@ -208,18 +208,6 @@ def len_at_the_gate(data: bytes) -> int:
     return len(data)
 
 
-def large(end: str) -> Any:
-    return Unpickled(in_a_list if end == "value" else is_not_read)
-
-
-def in_a_list(data: bytes) -> list[bytes]:
-    return [data]
-
-
-def is_not_read(data: bytes) -> None:
-    raise ValueError(len(data))
-
-
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------
 
 

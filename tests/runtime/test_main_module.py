@@ -67,8 +67,8 @@ def main(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["__main__"]
     each: Any
     for each in (bump, total, locked, Point):
-        monkeypatch.setattr(each, "__module__", "__main__")
-        monkeypatch.setattr(module, each.__name__, each, raising=False)
+        each.__module__ = "__main__"
+        monkeypatch.setitem(vars(module), each.__name__, each)
     monkeypatch.setitem(STATE, "n", 0)
 
 

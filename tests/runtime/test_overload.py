@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -239,30 +238,6 @@ async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent() -> None:
 async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> None:
     """5,000 calls at once with 16 threads are all answered: queues hold them."""
     assert await asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5000))) == list(range(5000))
-
-
-class Threads:
-    """Whether threads of the pools of worker1 can be started: after so many more failures. failed: how many there were.
-
-    Those whose names begin with `kind` alone.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str = r"aiorpc-worker1-(background-)?\d+") -> None:
-        self.failures, self.failed = 10**6, 0
-        start = threading.Thread.start
-
-        def start_or_fail(thread: threading.Thread) -> None:
-            if self.failures and re.match(kind, thread.name):
-                self.failures -= 1
-                self.failed += 1
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-
-
-def items(count: int) -> Iterator[int]:
-    yield from range(count)
 
 
 @pytest.mark.parametrize("called", [77_777, "aiorpc.runtime.group.group:present"])

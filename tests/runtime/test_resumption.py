@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +20,9 @@ import aiorpc as rpc
 from aiorpc import Worker
 from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.handshake import Handshake
-from aiorpc.protocol.states import HandshakeState, PeerState
+from aiorpc.protocol.states import PeerState
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from aiorpc.transport.connection import Connection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
@@ -421,52 +418,6 @@ async def test_another_worker_at_the_address_of_a_worker_is_no_sign_of_life(
     patient = replace(options, reconnect_grace=1000.0)
     async with cluster(2, options=patient) as workers, cluster(1, options=patient) as (stranger,):
         await until_both_are_lost(*await ends_of_a_line(workers, end), stranger)
-
-
-@contextlib.contextmanager
-def unnoticed() -> Any:
-    """Whoever gives a TCP connection up here leaves its other end as it is, as where somebody on the way is silent."""
-    held = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.is_socket():
-                held.append(socket.socket(fileno=os.dup(int(entry.name))))
-    try:
-        yield
-    finally:
-        for each in held:
-            each.close()
-
-
-async def give_up_the_socket(worker: Worker, other: Worker) -> None:
-    """Of the connection over which one calls the other: the one connects again, and the other has noticed nothing."""
-    link = worker._node.peers.of(other._node.engine.record).link
-    assert link is not None and isinstance(link.connection, Connection)
-    link.connection.break_off(0.0)
-
-
-@pytest.mark.parametrize("way", ["bytes behind the proof", "a number that cannot be"])
-async def test_what_cannot_go_on_is_a_loss_at_both_ends(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the acceptor had let go of its old socket for the new one, and nothing else tells it of the end."""
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
-        call = workers[0].call("worker1", bodies.ablock)
-        await until(lambda: workers[1].statistics().calls_running)
-        feed = Handshake.feed
-
-        def feed_and_more(self: Handshake, frame: Frame) -> list[Buffer]:
-            reply = feed(self, frame)
-            return [*reply, bytes(4)] if self.resumes and self.state is HandshakeState.PROVED else reply
-
-        with unnoticed():
-            if way == "bytes behind the proof":
-                monkeypatch.setattr(Handshake, "feed", feed_and_more)
-            else:
-                monkeypatch.setattr(Connection, "received", property(lambda _: 1 << 40))
-            await give_up_the_socket(*workers)
-            with pytest.raises(rpc.PeerLost, match="worker1"):
-                await call
-            await until(lambda: not workers[1].statistics().calls_running)
-        assert workers[1].statistics().connections_suspended == 1
 
 
 @pytest.mark.parametrize("graces", [(0.0, 20.0), (20.0, 0.0)])
