@@ -15,7 +15,7 @@ import pytest
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcCancelled, Worker
 from aiorpc.callbacks import block_observer
-from tests.runtime.waiting import LIMIT, until
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
 class Flags:
@@ -192,6 +192,31 @@ async def test_a_cancelled_waiter_cancels_the_call_it_alone_waits_for(pair: list
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(flags.cancelled.is_set)
+
+
+class Held:
+    """Its pickling lasts until the test goes on."""
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        hold()
+        return object, ()
+
+
+def refer() -> list[object]:
+    return [aiorpc.RRef(object()), Held()]
+
+
+async def test_an_answer_that_meets_its_cancellation_takes_its_references_along(
+    pair: list[Worker], flags: Flags
+) -> None:
+    """A thread finds that the call was taken out just as it has its answer ready: it is sent all the same, as the
+    caller has to take the reference in it. Else the owner would keep the value for ever."""
+    call = pair[0].call("worker1", refer)
+    await until(flags.entered.is_set)
+    call.cancel()
+    await until(lambda: pair[1].statistics().calls_cancelled)
+    flags.release.set()
+    await until_no_references(pair)
 
 
 async def test_another_waiter_keeps_the_call_alive(pair: list[Worker], flags: Flags) -> None:

@@ -576,6 +576,65 @@ def nested_deferred(x: Tensor) -> Any:
     return future.then(lambda done: fake.fake_tensor(done.wait(), index) + 1)
 
 
+@aiorpc.async_execution
+def completed_elsewhere(x: Tensor, wrapped: bool) -> Any:
+    """By a thread on a stream of its own, some time after the handler is gone."""
+    future: Any = aiorpc.Future() if wrapped else torch.futures.Future()
+    fake, index = fake_of(x), x.device.index
+    ready = fake.mark(fake.current(index))
+    worker = aiorpc.current()
+
+    def handler_is_gone() -> bool:
+        now = worker.statistics()
+        return now.threads_idle == now.threads
+
+    def complete() -> None:
+        own = fake.fresh(index)
+        with fake.entered([own]):
+            fake.wait(ready, own)
+            fake.keep(fake.carrier(x), own)
+            wait_until(handler_is_gone)
+            future.set_result(plus_one(x))
+
+    threading.Thread(target=complete).start()
+    return future
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_future_that_another_thread_completes_is_sent_from_its_streams(
+    pair: tuple[FakeCuda, list[Worker]], wrapped: bool
+) -> None:
+    """The result of an `async_execution` handler is sent as it is where it was made."""
+    fake, (worker0, _) = pair
+    if not wrapped:
+        return await bare_future(fake, worker0)
+    results = await asyncio.gather(
+        *[worker0.call("worker1", completed_elsewhere, late(fake, number % 2, number), wrapped) for number in range(4)]
+    )
+    assert [is_all(result, number + 1) for number, result in enumerate(results)] == [True] * 4
+
+
+async def bare_future(fake: FakeCuda, worker: Worker) -> None:
+    """torch's own: it is not told when somebody waits for it, so the other thread may come first, on the default
+    stream that both have."""
+    result = await worker.call("worker1", complete_bare, late(fake, 0, 3))
+    assert is_all(result, 4)
+
+
+@aiorpc.async_execution
+def complete_bare(x: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    streams = [fake_of(x).current(x.device.index)]
+
+    def complete() -> None:
+        with fake_of(x).entered(streams):
+            future.set_result(plus_one(x))
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    return future
+
+
 # --- Futures that others complete -------------------------------------------------------------------------------------
 
 
@@ -735,6 +794,19 @@ async def test_method_that_is_called_at_once_finds_its_object(
     result = await rref.rpc_async().read()
     assert is_all(result, 5)
     del rref
+    await until_no_references([worker0, worker1])
+
+
+async def test_own_value_is_right_on_other_streams(pair: tuple[FakeCuda, list[Worker]]) -> None:
+    """An RRef of what this worker has made on a stream of its own: who takes it here waits for that, on the device."""
+    fake, (worker0, worker1) = pair
+    async with acting_as(worker0):
+        for value in range(3):
+            with fake.entered([fake.fresh(0)]):
+                rref: aiorpc.RRef[Tensor] = aiorpc.RRef(late(fake, 0, value))
+            with fake.entered([fake.fresh(0)]):
+                assert is_all(rref.local_value(), value)
+            del rref
     await until_no_references([worker0, worker1])
 
 
@@ -998,3 +1070,19 @@ async def test_a_reference_whose_arguments_cannot_be_sent(way: str) -> None:
 
 
 # --- groups of workers ------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: str) -> None:
+    """By the map to each of them; whoever takes the outcomes, all or one by one, finds the values there."""
+    async with group({"worker1": CROSSED, "worker2": {0: 0}}, {}, {}, way=way) as (fake, workers):
+        others = workers[0].group(["worker1", "worker2"])
+        sent = late(fake, 0, 4)
+        outcomes = await others.call(plus_one, sent)
+        assert all(is_all(value, 5) for value in outcomes.values())
+        async for _, outcome in others.call(plus_one, sent):
+            assert is_all(outcome.result(), 5)
+        other = late(fake, 1, 4)
+        outcomes = await others.call(plus_one, other)  # no map leads from there to worker2
+        assert is_all(outcomes["worker1"].result(), 5)
+        assert type(outcomes["worker2"].error) is SerializationError
+        del outcomes, outcome, sent, other

@@ -15,9 +15,12 @@ from aiorpc.protocol.messages import Fetch, Method
 from aiorpc.protocol.packing import pack
 from aiorpc.protocol.reference_messages import (
     MESSAGES,
+    Abandon,
     Add,
+    Del,
     PassedReference,
     ReferenceId,
+    fork_of_creator,
 )
 from aiorpc.runtime.references.rref import RRef
 from aiorpc.testing import cluster
@@ -107,6 +110,20 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
                 await asyncio.wait_for(call, LIMIT)
         for call in calls:
             call.cancel()
+
+
+async def test_values_that_their_creator_gave_up_are_waited_for_no_more() -> None:
+    """One that was asked for before its creation came, and then never was made, counts for that limit no longer."""
+    async with cluster(2, options=RpcBackendOptions(max_references=2)) as workers:
+        owner = workers[0]._node.references
+        for number in range(5):
+            rref = ReferenceId(1, 1_000_000 + number, 1)
+            waiting = owner.value(*rref, asker=1)
+            assert not waiting.done()
+            owner.on_message(1, Abandon(rref, fork_of_creator(rref), False, "given up"))
+            owner.on_message(1, Del(rref, fork_of_creator(rref)))
+            with pytest.raises(RpcError, match="never created: given up"):
+                await asyncio.wait_for(waiting, LIMIT)
 
 
 async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:

@@ -24,7 +24,7 @@ from aiorpc.types import ShutdownReport, WorkerState
 from tests.runtime.inside import set_bounds
 from tests.runtime.observers import seen, standing_still
 from tests.runtime.stores import Stuck, WatchedStore
-from tests.runtime.waiting import until
+from tests.runtime.waiting import until, wait_until
 
 LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
 LONG = 30.0
@@ -302,6 +302,21 @@ async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: p
         with pytest.raises(asyncio.CancelledError):
             await joining
     assert not path.exists() and a.closed
+    assert not caplog.records
+
+
+async def test_init_with_a_loop_of_its_own_that_is_cancelled_as_it_has_joined_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before the loop that awaits it hears of that: as above, and its own loop does not end under it."""
+    a = aiorpc.init("a", rank=0, world_size=1, store=HashStore(), options=APART)
+    joining = asyncio.ensure_future(a.start())
+    await asyncio.sleep(0)
+    wait_until(lambda: a.state is WorkerState.RUNNING)  # this loop stands still
+    assert joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert a.state is WorkerState.CLOSED
     assert not caplog.records
 
 

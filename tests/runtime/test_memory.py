@@ -18,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker
+from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, Worker
 from aiorpc.channels.arena import Block
 from aiorpc.channels.space import PAGE
 from aiorpc.errors import SerializationError
@@ -116,6 +116,10 @@ class Unreadable:
 
 def fail_to_read(value: Any) -> None:
     raise ValueError("not to be read")
+
+
+def make_unreadable() -> Unreadable:
+    return Unreadable(large())
 
 
 def lent(*workers: Worker) -> int:
@@ -373,6 +377,38 @@ async def test_only_large_buffers_are_shared(warmed: list[Worker], size: int) ->
     assert warmed[0].statistics().channels["shared memory"].sent - before == (size >= SHARE_SIZE)
 
 
+@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), RuntimeError("no such thing")])
+async def test_a_peer_that_cannot_map_gets_the_bytes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """One line says why, once for each connection; everything works, by socket."""
+
+    open_file = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if "/fd/" in str(path):  # how a file without a name of another process is reached
+            raise error
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    caplog.set_level(logging.INFO, "aiorpc")
+    async with cluster(2) as workers:
+        for seed in range(100):
+            assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
+            if len(refusals(caplog)) == 2:  # worker1 offers its own for the results
+                break
+            await asyncio.sleep(0.01)
+        assert torch.equal(await workers[0].call("worker1", echo, large()), large())
+        assert lent(*workers) == 0 and workers[0].statistics().channels["shared memory"].sent == 0
+        assert workers[0].statistics().channels["shared memory"].refused["refused"] == 1
+    assert len(refusals(caplog)) == 2
+    assert "worker1 (rank 1" in refusals(caplog)[0] + refusals(caplog)[1] and str(error) in refusals(caplog)[0]
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "cannot map our memory" in record.getMessage()]
+
+
 @pytest.mark.parametrize("without", [0, 1])
 async def test_without_shared_memory_on_either_side_the_bytes_travel(without: int) -> None:
     """shared_memory=0 at one of the two turns it off between them, both ways."""
@@ -536,12 +572,31 @@ async def test_unreadable_arguments_give_their_memory_back(warmed: list[Worker],
     await until_all_back(*warmed)
 
 
+async def test_unreadable_results_give_their_memory_back(warmed: list[Worker]) -> None:
+    """The caller cannot unpickle the result: its error holds no memory once it is dropped."""
+    with pytest.raises(RpcError, match="cannot be read here") as caught:
+        await warmed[0].call("worker1", make_unreadable)
+    assert isinstance(caught.value.__cause__, ValueError)
+    del caught
+    await until_all_back(*warmed, collect=True)
+
+
 async def test_results_that_nobody_looks_at_give_their_memory_back(warmed: list[Worker]) -> None:
     """The Future is dropped with its value."""
     future = warmed[0].call("worker1", make, COUNT)
     await until(future.done)
     assert lent(warmed[1]) == large().nbytes
     del future
+    await until_all_back(*warmed)
+
+
+async def test_functions_that_do_not_exist_give_their_memory_back(warmed: list[Worker]) -> None:
+    """The arguments of a call that cannot be started."""
+    reference = warmed[0].remote("worker1", torch.nn.Linear, 1, 1)
+    with pytest.raises(AttributeError):
+        await reference.rpc_async().no_such_method(large())
+    with pytest.raises(RpcError, match="generator function"):
+        await warmed[0].call("worker1", count_up, large())  # type: ignore[call-overload]
     await until_all_back(*warmed)
 
 
@@ -570,6 +625,14 @@ async def test_streams_left_early_give_their_memory_back(warmed: list[Worker], g
             break
         await until(lambda: lent(warmed[1]) > 4 * large().nbytes)
     del item, stream
+    await until_all_back(*warmed)
+
+
+async def test_streams_that_are_dropped_give_their_memory_back(warmed: list[Worker]) -> None:
+    """Nobody closed the stream: dropping it does."""
+    stream = warmed[0].stream("worker1", count_up, 10_000)
+    assert torch.equal(await anext(stream), large())
+    del stream
     await until_all_back(*warmed)
 
 
@@ -612,6 +675,20 @@ async def test_adopted_tensors_outlive_the_workers() -> None:
     assert torch.equal(kept, large())
     kept += 1
     assert torch.equal(kept, large(1))
+
+
+async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
+    """The worker says so while it can; its process lives on, so nothing else would prove it."""
+    async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
+        guest = await Worker("guest", store=store)
+        await warm(guest, lender)
+        set_bounds(guest, release_pause=60.0)
+        value = await guest.call("worker0", make, COUNT)
+        assert lent(lender) == value.nbytes
+        del value
+        assert lent(lender) > 0
+        await guest.shutdown()
+        await until_all_back(lender)
 
 
 async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -670,49 +747,3 @@ async def test_two_thousand_megabytes_keep_one_segment(warmed: list[Worker]) -> 
     assert all(refused(worker) == {} for worker in warmed)
     del back
     await until_all_back(*warmed)
-
-
-@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), RuntimeError("no such thing")])
-async def test_a_peer_that_cannot_map_gets_the_bytes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    """One line says why, once for each connection; everything works, by socket."""
-
-    open_file = os.open
-
-    def refuse(path: Any, *args: Any, **options: Any) -> int:
-        if "/fd/" in str(path):  # how a file without a name of another process is reached
-            raise error
-        return open_file(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
-    caplog.set_level(logging.INFO, "aiorpc")
-    async with cluster(2) as workers:
-        for seed in range(100):
-            assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-            if len(refusals(caplog)) == 2:  # worker1 offers its own for the results
-                break
-            await asyncio.sleep(0.01)
-        assert torch.equal(await workers[0].call("worker1", echo, large()), large())
-        assert lent(*workers) == 0 and workers[0].statistics().channels["shared memory"].sent == 0
-        assert workers[0].statistics().channels["shared memory"].refused["refused"] == 1
-    assert len(refusals(caplog)) == 2
-    assert "worker1 (rank 1" in refusals(caplog)[0] + refusals(caplog)[1] and str(error) in refusals(caplog)[0]
-
-
-def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "cannot map our memory" in record.getMessage()]
-
-
-async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
-    """The worker says so while it can; its process lives on, so nothing else would prove it."""
-    async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
-        guest = await Worker("guest", store=store)
-        await warm(guest, lender)
-        set_bounds(guest, release_pause=60.0)
-        value = await guest.call("worker0", make, COUNT)
-        assert lent(lender) == value.nbytes
-        del value
-        assert lent(lender) > 0
-        await guest.shutdown()
-        await until_all_back(lender)

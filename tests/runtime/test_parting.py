@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import pytest
 
-from aiorpc import PeerLost, RpcBackendOptions, Worker
+from aiorpc import PeerLost, Worker
 from aiorpc.testing import cluster
-from tests.runtime.inside import set_bounds
 from tests.runtime.waiting import until
 
 
@@ -48,16 +44,3 @@ async def test_a_leader_that_is_gone_is_lost_by_the_word_of_the_next_one() -> No
         await until(lambda: lost(workers[2]) == ["worker0"])
         assert workers[1]._node.group.leads
         assert await workers[2].call("worker1", abs, -3) == 3
-
-
-async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_answer() -> None:
-    """It asks once more: the other one may have answered in time."""
-    async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
-        asking, other = (each._node for each in pair)
-        set_bounds(pair[0], vouch=0.3)
-        together = asyncio.ensure_future(
-            asking.group._indirect_probe.is_together(other.engine.record, asking.engine.record)
-        )
-        await asyncio.sleep(0)  # it has begun
-        time.sleep(1.0)  # noqa: ASYNC251  # the loop stands still for longer than it asks
-        assert await together

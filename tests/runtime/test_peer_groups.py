@@ -383,6 +383,20 @@ async def gated(limit: int, bad: str = "") -> AsyncIterator[int]:
         _closed.append(name)
 
 
+async def cancelled_turn(given: AsyncIterator[Any]) -> None:
+    """A turn that is cancelled while it waits; another task is refused meanwhile."""
+    turn = asyncio.ensure_future(anext(given))
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(RpcUsageError, match="one consumer"):
+            await anext(given)
+        assert not turn.done()
+    finally:
+        turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+
+
 async def test_a_turn_that_is_cancelled_at_any_moment_takes_nothing(four: list[Worker]) -> None:
     """However far it has come: all items arrive once, and the end behind them."""
     group = four[0].group("worker[12]")
@@ -406,6 +420,32 @@ async def test_a_turn_that_is_cancelled_at_any_moment_takes_nothing(four: list[W
     for name in ("worker1", "worker2"):
         assert [number for each, number in items if each == name] == list(range(40))
     assert [value for _, value in await patient(group.map(name_of, range(40)))] == list(range(40))
+
+
+@pytest.mark.parametrize("verb", ["stream", "map"])
+@pytest.mark.parametrize("way", ["close", "drop", "close while another waits"])
+async def test_what_had_a_cancelled_turn_lets_go_of_all(four: list[Worker], verb: str, way: str) -> None:
+    """Producers stop and calls are called off, as without one."""
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
+    group = four[0].group("worker[12]")
+    given: Any = group.stream(gated, 3) if verb == "stream" else group.map(held, range(3))
+    await cancelled_turn(given)
+    await until(lambda: len(four[0].pending_calls()) == (2 if verb == "stream" else 3))
+    if way == "drop":
+        del given
+        gc.collect()
+    elif way == "close":
+        await given.aclose()
+    else:
+        turn = asyncio.ensure_future(anext(given))
+        await asyncio.sleep(0)
+        await asyncio.gather(given.aclose(), given.aclose())
+        with pytest.raises(StopAsyncIteration):
+            await turn
+    await until(lambda: not any(worker.pending_calls() for worker in four))
+    if way != "drop":
+        with pytest.raises(StopAsyncIteration):
+            await anext(given)
 
 
 async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:

@@ -187,6 +187,18 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
         assert len(pair[0]._node.memory.slots.numbers()) <= 10
 
 
+async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: list[Worker]) -> None:
+    """A subscription that has ended does not end what was taken from it."""
+    versions = pair[1].subscribe("policy")
+    await pair[0].publish("policy", weights(1))
+    kept = (await anext(versions)).value["w"]
+    versions.close()
+    await pair[0].publish("policy", weights(2))
+    assert slots_of(pair[0]) == 2 and kept.unique().tolist() == [1]
+    del kept
+    await until(lambda: slots_of(pair[0]) == 1)
+
+
 async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     """Nobody has to close it."""
     versions = pair[1].subscribe("policy")
@@ -677,6 +689,21 @@ async def test_the_blocking_form_of_unpublishing(pair: list[Worker]) -> None:
             return [each.version for each in versions]
 
     assert await asyncio.to_thread(read) == [1]
+
+
+async def test_publishing_and_unpublishing_take_turns(pair: list[Worker]) -> None:
+    """What was published before is published still, and what is published behind it begins the name anew."""
+    async with pair[1].subscribe("policy") as versions:
+        await pair[0].publish("policy", weights(1))
+        assert (await anext(versions)).version == 1
+        first = pair[0].publish("policy", weights(2))
+        ended = pair[0].unpublish("policy")
+        second = await pair[0].publish("policy", weights(3))
+        assert first.done() and ended.done()
+        assert ((await first).version, second.version) == (2, 3)
+        assert [each.version async for each in versions] in ([], [2])
+    async with pair[1].subscribe("policy") as versions:
+        assert number_of((await anext(versions)).value) == 3
 
 
 async def test_the_memory_of_a_name_that_was_unpublished_goes_with_its_readers(pair: list[Worker]) -> None:

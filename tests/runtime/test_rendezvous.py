@@ -301,6 +301,26 @@ def test_the_group_can_be_formed_again_and_again(group: Group) -> None:
     assert generations == ([{1}] * 3 if group.method.startswith("tcp") else [{1}, {2}, {3}])
 
 
+def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it(prepared: Zygote, tmp_path: Path) -> None:
+    """A client that reaches the old store as it closes goes on to the new one, and torch logs nothing."""
+    script = CHILD + (
+        "def round_of(rank):\n"
+        "    for _ in range(3):\n"
+        "        r = Rendezvous.open(sys.argv[1], rank=rank, world_size=4, timeout=20)\n"
+        "        records = r.join(lambda n: record(f'w{n}', n))\n"
+        "        assert len(records) == 4\n"
+        "        if rank == 0:\n"
+        "            time.sleep(0.1)\n"
+        "        r.leave(records[rank]); r.close()\n"
+        "threads = [threading.Thread(target=round_of, args=(rank,)) for rank in range(4)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print('finished')\n"
+    )
+    with prepared.run(script, [f"tcp://localhost:{free_port()}"], tmp_path) as child:
+        child.finish(50)
+        assert (child.out, child.err) == ("finished\n", "")
+
+
 def test_a_timeout_of_zero_waits_until_it_is_stopped(group: Group) -> None:
     """No limit means none, but the stop event ends the wait at once."""
     stop = threading.Event()
@@ -721,6 +741,24 @@ def test_a_member_that_was_taken_off_the_list_and_lives_comes_back(
         here.join(first.record.id, None, "d")
 
 
+def test_members_that_have_taken_each_other_off_the_list_do_not_leave_it_empty(here: Group) -> None:
+    """The first one that looks comes back although it has lost all others; the rest find it, and stay away."""
+    for name in ("a", "b"):
+        here.join(None, None, name)
+    first, second = here.opened
+    for each in here.opened:
+        each.serve_joining(parted=True)
+    records = first.record, second.record
+    first.leave(records[1])
+    second.leave(records[0])
+    assert first.members() == []
+    for each in here.opened:
+        each.serve_joining(parted=True)
+    assert second.members() == [first.record]
+    with pytest.raises(RendezvousError, match=f"rank {records[1].id} belonged to a worker that has left this group"):
+        here.join(records[1].id, None, "c")
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "replaced"])
 def test_a_member_that_leaves_or_was_replaced_does_not_come_back(
     here: Group, leaves: bool, caplog: pytest.LogCaptureFixture
@@ -1039,6 +1077,20 @@ def test_a_secret_is_not_shown_and_does_not_travel() -> None:
     assert secret == LONG.encode()
 
 
+def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
+    here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names who has it and who has not, instead of a refused handshake later."""
+    opened = [here.open(0, 2)]
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
+    opened.append(here.open(1, 2))
+    joined = together(*(lambda one=one: one.join(lambda n: make_record(f"w{n}", n)) for one in opened))
+    for one, records in zip(opened, joined, strict=True):
+        assert isinstance(records, list)
+        with pytest.raises(RendezvousError, match=r"for all workers or for none: w1 .* have it, w0 .* have not"):
+            one.agree_secret(records[one.rank or 0], tmp_path)
+
+
 def test_a_record_that_somebody_else_wrote_is_seen_by_its_worker(here: Group) -> None:
     """Whose address was changed in the store does not go on with it."""
 
@@ -1224,17 +1276,3 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
-    here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names who has it and who has not, instead of a refused handshake later."""
-    opened = [here.open(0, 2)]
-    monkeypatch.setenv("AIORPC_SECRET", LONG)
-    opened.append(here.open(1, 2))
-    joined = together(*(lambda one=one: one.join(lambda n: make_record(f"w{n}", n)) for one in opened))
-    for one, records in zip(opened, joined, strict=True):
-        assert isinstance(records, list)
-        with pytest.raises(RendezvousError, match=r"for all workers or for none: w1 .* have it, w0 .* have not"):
-            one.agree_secret(records[one.rank or 0], tmp_path)

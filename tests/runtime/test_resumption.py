@@ -420,6 +420,38 @@ async def test_another_worker_at_the_address_of_a_worker_is_no_sign_of_life(
         await until_both_are_lost(*await ends_of_a_line(workers, end), stranger)
 
 
+@pytest.mark.parametrize("times", [1, 5])
+async def test_connections_that_their_opener_never_got_count_for_nothing(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many last words were lost, a worker is served, gets a second connection, and has both go on."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=1000.0)) as workers:
+        feed, lost = Handshake.feed, list[Frame]()
+
+        def lose(self: Handshake, frame: Frame) -> list[Buffer]:
+            opened = self.record.name == "worker0" and not self.pipe
+            if opened and frame.kind == Kind.WELCOME and len(lost) < times:
+                lost.append(frame)
+                raise ConnectionResetError("the network has broken")
+            return feed(self, frame)
+
+        monkeypatch.setattr(Handshake, "feed", lose)
+        assert await workers[0].call("worker1", count, 1) == 1
+        assert len(lost) == times
+        mine = [each for each in workers[1]._node.services if each.record.name == "worker0"]
+        assert len(mine) == 2  # one of which waits for its opener
+        large = torch.ones(2_000_000)
+        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        link = workers[0]._node.peers.find("worker1").link
+        assert link is not None
+        await until(lambda: link.pipe is not None)
+        assert link.pipe is not link.connection
+        for _ in range(3):
+            cut()
+            assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
+        assert all(not worker._node.group.lost for worker in workers)
+
+
 @pytest.mark.parametrize("graces", [(0.0, 20.0), (20.0, 0.0)])
 async def test_without_a_grace_a_break_is_a_loss(graces: tuple[float, float]) -> None:
     """At either end."""
@@ -510,35 +542,3 @@ async def test_calls_that_come_together_as_a_connection_goes_on_are_not_too_many
         assert len(await long) == 10_000
         for each, outcome in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
             assert outcome == each + 1 or isinstance(outcome, rpc.Overloaded), outcome
-
-
-@pytest.mark.parametrize("times", [1, 5])
-async def test_connections_that_their_opener_never_got_count_for_nothing(
-    times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many last words were lost, a worker is served, gets a second connection, and has both go on."""
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=1000.0)) as workers:
-        feed, lost = Handshake.feed, list[Frame]()
-
-        def lose(self: Handshake, frame: Frame) -> list[Buffer]:
-            opened = self.record.name == "worker0" and not self.pipe
-            if opened and frame.kind == Kind.WELCOME and len(lost) < times:
-                lost.append(frame)
-                raise ConnectionResetError("the network has broken")
-            return feed(self, frame)
-
-        monkeypatch.setattr(Handshake, "feed", lose)
-        assert await workers[0].call("worker1", count, 1) == 1
-        assert len(lost) == times
-        mine = [each for each in workers[1]._node.services if each.record.name == "worker0"]
-        assert len(mine) == 2  # one of which waits for its opener
-        large = torch.ones(2_000_000)
-        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
-        link = workers[0]._node.peers.find("worker1").link
-        assert link is not None
-        await until(lambda: link.pipe is not None)
-        assert link.pipe is not link.connection
-        for _ in range(3):
-            cut()
-            assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
-        assert all(not worker._node.group.lost for worker in workers)

@@ -29,6 +29,8 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
+from aiorpc.protocol.retries import Backoff
+from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.runtime.calls.functions import describe
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
@@ -532,10 +534,59 @@ async def test_what_another_worker_may_have_run_is_no_try_of_this_one(store: Sto
             assert await call == 2
 
 
+async def test_what_another_member_may_have_run_is_no_try_of_this_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group, whose members are asked in turn: each knows of the tries that came to it, and of no others."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=1), RpcBackendOptions()]
+    async with cluster(3, store=store, options=options) as workers:
+        assert await workers[0].call("worker2", where) == "worker2"
+        make_room = crowd(workers[2], monkeypatch)
+        turns = iter(["worker2", "worker1"])
+        retries, site = workers[0]._node.retries, (fill.__code__, 0)
+        once = RetryOptions(9, Backoff(*PAUSED), idempotent=True, wait=False)
+        call = retries.call(lambda: next(turns), ran_later, ("a",), {}, 0, once, site)
+        await until(lambda: RUNS["a"] and retries.paused)
+        (paused,) = retries.paused
+        await fill(workers[0])
+        paused.pause_over()
+        assert await call == 2
+        make_room()
+
+
 async def ran_first_for_ever(key: str) -> int:
     if ran(key) == 1:
         await asyncio.Event().wait()
     return RUNS[key]
+
+
+async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store) -> None:
+    """Beyond eight for each answer that may be kept the first are refused, as calls with forgotten answers are."""
+    from aiorpc.runtime.calls.options import CallOptions
+
+    options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
+    async with cluster(2, store=store, options=options) as workers:
+        peer = workers[0]._node.peers.find("worker1")
+        site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
+
+        def send(number: int, before: int) -> Any:
+            return peer.call(ran, ("a",), None, 30.0, options=CallOptions(site=site, once=(number, before)))
+
+        held = workers[0].call("worker1", for_ever)
+        await until(lambda: RUNS["for ever"])
+        for number in (*range(1, 41), 33, 41):  # of 33 to 40 the first one comes once more, and so the second one goes
+            with pytest.raises(Overloaded, match="not run"):
+                await send(number, 0)
+        held.cancel()
+        await until(workers[1].is_idle)
+        assert [await send(number, 0) for number in (50, 51)] == [1, 2]
+        with pytest.raises(RpcError, match="forgotten"):
+            await send(34, 1)
+        assert [await send(number, 1) for number in (41, 33)] == [3, 4]
+        with pytest.raises(RpcError, match="forgotten"):
+            await send(41, 2)
+        with pytest.raises(RpcCancelled):
+            await held
 
 
 def lots() -> bytes:

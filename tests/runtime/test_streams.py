@@ -65,6 +65,18 @@ def producer() -> Iterator[Producer]:
     del _producers["it"]
 
 
+async def stubborn(key: str) -> AsyncIterator[int]:
+    producer = _producers[key]
+    try:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+            producer.made += 1
+            yield producer.made
+    finally:
+        producer.closed.set()
+
+
 def fail_after(count: int) -> Iterator[int]:
     yield from range(count)
     raise KeyError("after", count)
@@ -160,6 +172,15 @@ async def test_leaving_the_loop_stops_the_producer(pair: list[Worker], producer:
     await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
 
 
+async def test_a_generator_that_goes_on_when_it_is_cancelled_is_closed(pair: list[Worker], producer: Producer) -> None:
+    """It takes the cancellation for something else, and makes one more item; nobody asks it for a further one."""
+
+    async with pair[0].stream("worker1", stubborn, "it") as stream:
+        assert await anext(stream) == 1
+    await until(producer.closed.is_set)
+    await until(lambda: not pair[1]._node.engine.tasks.alive)
+
+
 @pytest.mark.parametrize("kind", [plain, asynchronous])
 async def test_cancelling_the_consumer_stops_the_producer(pair: list[Worker], producer: Producer, kind: Any) -> None:
     """A task that is cancelled in its loop, or an error in its body, ends the generator."""
@@ -188,6 +209,44 @@ async def test_errors_arrive_in_their_place(pair: list[Worker], kind: Any, count
     assert seen == list(range(count)) and caught.value.args == ("after", count)
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
+
+
+class Large:
+    """What a consumer holds."""
+
+
+@pytest.mark.parametrize("way", ["task", "thread"])
+async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apart: list[Worker], way: str) -> None:
+    """All that its frame held goes at once: no reference cycle stays behind the error."""
+    held: list[weakref.ref[Large]] = []
+
+    async def take() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        async for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def take_here() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        for _ in apart[0].stream("worker1", fail_after, 1):
+            pass
+
+    def fails() -> None:
+        with contextlib.suppress(KeyError):
+            take_here()
+
+    gc.collect()
+    gc.disable()
+    try:
+        if way == "thread":
+            await asyncio.to_thread(fails)
+        else:
+            with contextlib.suppress(KeyError):
+                await take()
+        await until(lambda: held[0]() is None)  # the loop of the worker may be in the midst of its turn
+    finally:
+        gc.enable()
 
 
 async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(pair: list[Worker]) -> None:
@@ -423,41 +482,3 @@ async def test_items_that_were_not_asked_for_end_the_connection() -> None:
         with pytest.raises(PeerLost, match=r"worker1.*beyond the 4 that were asked for"):
             for _ in range(1000):
                 await anext(stream)
-
-
-class Large:
-    """What a consumer holds."""
-
-
-@pytest.mark.parametrize("way", ["task", "thread"])
-async def test_a_consumer_whose_stream_fails_is_freed_without_the_collector(apart: list[Worker], way: str) -> None:
-    """All that its frame held goes at once: no reference cycle stays behind the error."""
-    held: list[weakref.ref[Large]] = []
-
-    async def take() -> None:
-        large = Large()
-        held.append(weakref.ref(large))
-        async for _ in apart[0].stream("worker1", fail_after, 1):
-            pass
-
-    def take_here() -> None:
-        large = Large()
-        held.append(weakref.ref(large))
-        for _ in apart[0].stream("worker1", fail_after, 1):
-            pass
-
-    def fails() -> None:
-        with contextlib.suppress(KeyError):
-            take_here()
-
-    gc.collect()
-    gc.disable()
-    try:
-        if way == "thread":
-            await asyncio.to_thread(fails)
-        else:
-            with contextlib.suppress(KeyError):
-                await take()
-        await until(lambda: held[0]() is None)  # the loop of the worker may be in the midst of its turn
-    finally:
-        gc.enable()
