@@ -800,7 +800,7 @@ async def test_method_that_is_called_at_once_finds_its_object(
 async def test_own_value_is_right_on_other_streams(pair: tuple[FakeCuda, list[Worker]]) -> None:
     """An RRef of what this worker has made on a stream of its own: who takes it here waits for that, on the device."""
     fake, (worker0, worker1) = pair
-    async with acting_as(worker0):
+    with acting_as(worker0):
         for value in range(3):
             with fake.entered([fake.fresh(0)]):
                 rref: aiorpc.RRef[Tensor] = aiorpc.RRef(late(fake, 0, value))

@@ -51,7 +51,7 @@ async def test_another_version_shows_at_joining(size: int | None) -> None:
     else:
         store.set("aiorpc/generation", "1")
         store.set("aiorpc/1/slot/1", json.dumps(theirs))
-    with pytest.raises(RendezvousError, match=rf"version 9999 of the protocol, we speak {VERSION}"):
+    with pytest.raises(RendezvousError, match=r"version 9999 of the protocol, we speak \d+"):
         options = RpcBackendOptions(rpc_timeout=LIMIT)
         await aiorpc.init("w", rank=0 if size else None, world_size=size, store=store, options=options)
 
