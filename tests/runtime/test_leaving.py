@@ -18,6 +18,8 @@ import aiorpc
 from aiorpc import PeerLeft, RpcBackendOptions, RpcError, RpcUsageError, Worker, WorkerClosed
 from aiorpc.errors import RendezvousError
 from aiorpc.events import WorkerLeft
+from aiorpc.protocol.frames import REPLY
+from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.types import ShutdownReport, WorkerState
@@ -110,9 +112,9 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> 
     """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
     answers = 0
 
-    def passes(passage: Any) -> bool:
+    def passes(passage: Passage) -> bool:
         nonlocal answers
-        if passage.kind.name != "REPLY" or not passage.call.function.endswith(":poll"):
+        if passage.kind != REPLY or not passage.call.function.endswith(":poll"):
             return True
         answers += 1
         return answers > 5

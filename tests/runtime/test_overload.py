@@ -22,7 +22,7 @@ from aiorpc.runtime.callee import resolver, service
 from aiorpc.runtime.callee.backlog import Backlog
 from aiorpc.runtime.group.group import present
 from aiorpc.testing import cluster
-from aiorpc.transport import writing
+from aiorpc.transport import port
 from tests.runtime.bad_member import call_of, calling, say, serving
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -243,7 +243,7 @@ async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> N
 @pytest.mark.parametrize("called", [77_777, "aiorpc.runtime.group.group:present"])
 async def test_a_caller_that_takes_no_answers_is_not_read_from(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its calls are answered: errors, and what the runtime's own calls give, would fill the memory."""
-    monkeypatch.setattr(writing, "SEND_BUFFER", 64 * 1024)
+    monkeypatch.setattr(port, "SEND_BUFFER", 64 * 1024)
     limit = 100_000
     async with cluster(3, options=[RpcBackendOptions(max_unsent_bytes=limit), *[RpcBackendOptions()] * 2]) as workers:
         assert await workers[2].call("worker0", len, "abc") == 3
