@@ -373,8 +373,9 @@ def serving(worker: Worker, name: str) -> Connection:
     return connection
 
 
-def say(connection: Connection, kind: int, call_id: int, message: Any, segments: Sequence[bytes] = ()) -> None:
-    """Send one message over a connection of a worker, which knows nothing of it."""
+def say(connection: Connection, kind: int | str, call_id: int, message: Any, segments: Sequence[bytes] = ()) -> None:
+    """Send one message over a connection of a worker, which knows nothing of it. kind: also by its name."""
+    kind = Kind[kind] if isinstance(kind, str) else kind
     body = message if type(message) is bytes else pack(message) if type(message) is list else messages.write(message)
     connection.send(encode_frame(kind, call_id, body, segments), urgent=True)
 
@@ -383,6 +384,11 @@ def call_of(function: Any, *values: Any) -> Call:
     """A call with plain arguments. function: its name, or what stands for one in a message."""
     named = ByName(1 << 30, function) if type(function) is str else function
     return Call(named, values_of([*values]))
+
+
+def method_of(name: str, method: str) -> ObjectMethod:
+    """What stands for a method of an object by its name in a call."""
+    return ObjectMethod(name, method)
 
 
 def values_of(values: list[Any]) -> Values:

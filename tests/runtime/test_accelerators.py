@@ -15,6 +15,7 @@ import pytest
 from aiorpc.channels.accelerator import Interprocess
 from aiorpc.channels.device.outbox import Inbox
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.engine.host import host_identity
 from aiorpc.runtime.links import accelerators
 from aiorpc.runtime.links.accelerators import Accelerators
 from tests.runtime.waiting import LIMIT, until
@@ -50,7 +51,6 @@ class StuckDriver:
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """A process that may be killed."""
     process = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(accelerators, "provably_dead", lambda record, here: process.poll() is not None)
     monkeypatch.setattr(accelerators, "_DEATH_PATIENCE", PATIENCE)
     yield process
     process.kill()
@@ -61,10 +61,12 @@ async def devices_of(peer: subprocess.Popen[bytes]) -> tuple[Accelerators, Worke
     """Of a worker that shares memory with the peer."""
     loop = asyncio.get_running_loop()
     steps = SimpleNamespace(run=lambda function: asyncio.to_thread(function))
-    engine: Any = SimpleNamespace(name="me", loop=loop, steps=steps, record=SimpleNamespace(host="h", pid=os.getpid()))
+    engine: Any = SimpleNamespace(
+        name="me", loop=loop, steps=steps, record=SimpleNamespace(host=host_identity(), pid=os.getpid())
+    )
     made = Accelerators(engine, None, cast(Any, SimpleNamespace(maps={}, devices=[])))
     await made.start({"me": made.claims})
-    record = SimpleNamespace(host="h", pid=peer.pid, incarnation="x", describe=lambda: "the peer")
+    record = SimpleNamespace(host=host_identity(), pid=peer.pid, incarnation="x", describe=lambda: "the peer")
     driver = StuckDriver()
     inbox = Inbox(cast(Interprocess, driver), 0, b"", [b""] * 4, [(0, 8)] * 4)
     return made, cast(WorkerRecord, record), driver, inbox

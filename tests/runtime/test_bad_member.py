@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ import torch
 
 import aiorpc
 from aiorpc import RpcBackendOptions, Worker, autograd
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.declared import pack
 from aiorpc.runtime.group.group import report_lost
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import BadMember
+from tests.runtime.inside import acting_as
 from tests.runtime.waiting import LIMIT, until, until_no_references
 from tests.tiers import examples
 
@@ -71,14 +70,14 @@ class Good:
 
     async def gradients(self, one: Worker, other: Worker) -> None:
         x = torch.ones(3, requires_grad=True)
-        with acting_for(one):
+        with acting_as(one):
             async with autograd.context() as ctx:
                 y = await one.call(other.name, double, x)
                 await ctx.backward([y.sum()])
                 assert ctx.gradients()[x].tolist() == [2.0] * 3
 
     async def queues(self, one: Worker, other: Worker) -> None:
-        with acting_for(one):
+        with acting_as(one):
             queue = aiorpc.queue("right", owner=other.name)
         await queue.put("item")
         assert await queue.get() == "item"
@@ -113,7 +112,7 @@ async def want(what: Callable[[], Awaitable[Any]], name: str) -> None:
 def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
     """What a right member wants of the bad one meanwhile."""
     peer, name = worker.peer(bad.name, timeout=1.0), bad.name
-    with acting_for(worker):
+    with acting_as(worker):
         queue = aiorpc.queue("open", owner=name, timeout=1.0)
 
     async def value_of_reference() -> Any:
@@ -124,7 +123,7 @@ def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
             pass
 
     async def gradients() -> None:
-        with acting_for(worker):
+        with acting_as(worker):
             async with autograd.context() as ctx:
                 y = await peer.call(double, torch.ones(3, requires_grad=True))
                 if isinstance(y, torch.Tensor) and y.requires_grad:
@@ -144,16 +143,6 @@ def wants(worker: Worker, bad: Worker) -> list[Awaitable[Any]]:
     ]
 
 
-@contextlib.contextmanager
-def acting_for(worker: Worker) -> Iterator[None]:
-    """Verbs act for that worker."""
-    token = current_node.set(worker._node)
-    try:
-        yield
-    finally:
-        current_node.reset(token)
-
-
 async def play(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     loop, faults = asyncio.get_running_loop(), list[str]()
@@ -163,7 +152,7 @@ async def play(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(3, options=OPTIONS) as workers:
         *right, bad = workers
         for worker in workers:
-            with acting_for(worker):
+            with acting_as(worker):
                 aiorpc.Queue("right"), aiorpc.Queue("open", 5)
         for one in workers:
             for other in workers:

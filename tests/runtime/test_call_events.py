@@ -15,8 +15,8 @@ import aiorpc as rpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.events import CallEvent, CallOutcome
 from aiorpc.protocol.states import MADE, SERVED, CallState, CallStep
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
+from tests.runtime.inside import act_as
 from tests.runtime.waiting import LIMIT, until
 
 Step = tuple[str, CallEvent, CallOutcome | None]
@@ -236,7 +236,7 @@ async def test_a_backward_pass_names_its_context(pair: list[Worker]) -> None:
     here = Noted()
     tensor = torch.ones(4, requires_grad=True)
     with pair[0].observe_calls(here):
-        current_node.set(pair[0]._node)
+        act_as(pair[0])
         async with rpc.autograd.context() as context:
             total = (await pair[0].call("worker1", torch.neg, tensor)).sum()
             await context.backward([total])

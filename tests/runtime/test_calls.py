@@ -10,11 +10,8 @@ import enum
 import functools
 import pathlib
 import re
-import sys
 import threading
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +21,9 @@ import torch
 import aiorpc
 from aiorpc import RpcError, RpcUsageError, Worker, WorkerInfo
 from aiorpc.errors import SerializationError, UnknownWorker
-from aiorpc.protocol.frames import REPLY, Kind
-from aiorpc.protocol.messages import ByName
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until
 
 
@@ -47,10 +41,6 @@ def where() -> str:
 
 async def where_async() -> str:
     return aiorpc.current().name
-
-
-def kind(value: object) -> type:
-    return type(value)
 
 
 class Scale:
@@ -158,7 +148,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
     """rpc_sync and rpc_async take args as a tuple or a list, and kwargs as a dict."""
 
     def script() -> list[int]:
-        token = current_node.set(pair[0]._node)
+        token = act_as(pair[0])
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
@@ -167,14 +157,14 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
                 aiorpc.rpc_sync("worker1", add, kwargs={"a": 1, "b": 1}, timeout=0),
             ]
         finally:
-            current_node.reset(token)
+            act_no_more(token)
 
     assert await asyncio.to_thread(script) == [11, 3, 16, 2]
 
 
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
-    current_node.set(pair[0]._node)
+    act_as(pair[0])
     with pytest.raises(aiorpc.errors.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
@@ -236,92 +226,10 @@ async def test_bound_class_and_static_methods(pair: list[Worker]) -> None:
     assert await call("worker1", Scale(5), 4) == 20
 
 
-async def test_a_method_whose_object_is_copied_is_said_once(pair: list[Worker]) -> None:
-    """The warning names the line of the program, and what to write; a loop gets one, another line another one."""
-    scale, results = Scale(3), []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            results.append(await pair[0].call("worker1", scale.times, 4))
-        results.append(await pair[0].peer("worker1").call(scale.times, 4))
-    assert results == [12] * 4 and [Path(each.filename).name for each in said] == ["test_calls.py"] * 2
-    text = str(said[0].message)
-    assert "Scale.times goes to worker 'worker1'" in text and "rpc.remote('worker1', Scale, ...)" in text
-    assert said[1].lineno > said[0].lineno
-
-
-async def test_what_main_defines_goes_by_name(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides run the same main module, so that its globals and locks are those of the callee."""
-    main = sys.modules["__main__"]
-    lock = threading.Lock()
-
-    def counted() -> int:
-        with lock:
-            return id(lock)
-
-    counted.__module__, counted.__qualname__ = "__main__", "counted"
-    point = type("MainPoint", (), {"__module__": "__main__", "__qualname__": "MainPoint"})
-    monkeypatch.setattr(main, "counted", counted, raising=False)
-    monkeypatch.setattr(main, "MainPoint", point, raising=False)
-    assert await pair[0].call("worker1", counted) == id(lock)
-    assert await pair[0].call("worker1", kind, point()) is point
-
-
-async def test_a_function_that_cannot_travel_is_named(pair: list[Worker]) -> None:
-    """The error says that it is the function."""
-    lock = threading.Lock()
-    with pytest.raises(SerializationError, match=r"the function .*<lambda>.*lock"):
-        pair[0].call("worker1", lambda: lock)
-
-
 async def test_what_cannot_be_called_is_refused(pair: list[Worker]) -> None:
     """Calling 7 is an error of the caller."""
     with pytest.raises(RpcUsageError, match="not callable"):
         await pair[0].call("worker1", 7)  # type: ignore[call-overload]  # misuse
-
-
-async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that the callee cannot find by its name is an error that says so; the connection goes on."""
-    module = sys.modules[__name__]
-
-    def fleeting() -> None: ...
-
-    fleeting.__qualname__ = "fleeting"
-    monkeypatch.setattr(module, "fleeting", fleeting, raising=False)
-    call = pair[0].call("worker1", fleeting)
-    monkeypatch.delattr(module, "fleeting")
-    with pytest.raises(RpcUsageError, match="fleeting"):
-        await call
-    assert await pair[0].call("worker1", add, 1) == 11
-
-
-async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(pair: list[Worker]) -> None:
-    """All calls made before the first reply carry the name; those after it the number alone."""
-    functions: list[Any] = []
-
-    class Spy:
-        def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
-            if passage.kind == Kind.CALL and not passage.call.system:
-                functions.append(passage.message().function)
-            send()
-
-        def arriving(self, passage: Passage) -> None: ...
-
-        def holds(self) -> bool:
-            return False
-
-    pair[0]._node.engine.observers = (Spy(),)
-    assert await asyncio.gather(*(pair[0].call("worker1", add, n) for n in range(3))) == [10, 11, 12]
-    assert await pair[0].call("worker1", add, 3) == 13
-    number = functions[-1]
-    assert functions == [ByName(number, f"{__name__}:add")] * 3 + [number]
-    del functions[:]
-    with pytest.raises(TypeError):
-        await pair[0].call("worker1", where, "an argument too many")  # type: ignore[call-overload]
-    assert await pair[0].call("worker1", where) == "worker1"
-    assert await pair[0].call("worker1", where) == "worker1"
-    named = ByName(number + 1, f"{__name__}:where")
-    assert functions == [named, named, number + 1], "an error may have come before the callee looked at the name"
 
 
 # --- with what --------------------------------------------------------------------------------------------------------
@@ -538,45 +446,13 @@ async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
 )
 async def test_futures_and_references_name_the_users_line(pair: list[Worker], make: Callable[[Worker], Any]) -> None:
     """Whatever was made, its text says where: a line of the user's, not one of the library's."""
-    current_node.set(pair[0]._node)
+    act_as(pair[0])
     made = make(pair[0])
     assert f"{__file__}:" in repr(made) and "in <lambda>" in repr(made)
     await made
 
 
-async def test_pending_streams_and_fetches_name_the_users_line(pair: list[Worker]) -> None:
-    """pending_calls says where a stream was opened and a value fetched."""
-    rref = pair[0].remote("worker1", hold_forever)
-    stream = pair[0].stream("worker1", count_for_ever)
-
-    async def fetch() -> None:
-        await rref
-
-    task = asyncio.ensure_future(fetch())
-    await asyncio.sleep(0)
-    calls = [call for call in pair[0].pending_calls() if call.direction == "made"]
-    made = {call.function.rpartition(":")[2]: call.made_at for call in calls}
-    assert all(__file__ in place for place in made.values()), made
-    assert "fetch" in made["to_here"]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    _events["hold for ever"].set()
-    await stream.aclose()
-    await rref
-
-
 _events["hold for ever"] = threading.Event()
-
-
-def hold_forever() -> bool:
-    return _events["hold for ever"].wait(30)
-
-
-async def count_for_ever() -> Any:
-    number = 0
-    while True:
-        yield number
-        number += 1
 
 
 async def test_an_answer_that_is_none_says_whose_it_is(pair: list[Worker]) -> None:
@@ -587,7 +463,7 @@ async def test_an_answer_that_is_none_says_whose_it_is(pair: list[Worker]) -> No
     connection = serving(pair[1], "worker0")
     await until(lambda: any(each.user_calls() for each in pair[1]._node.services))
     (number,) = [number for each in pair[1]._node.services for number, one in each.calls.items() if not one.system]
-    say(connection, REPLY, number, b"\xc1")
+    say(connection, "REPLY", number, b"\xc1")
     with pytest.raises(RpcError, match=r"the result of .*hold on .*worker1.* cannot be read here: ProtocolError"):
         await asyncio.wait_for(call, LIMIT)
     release.set()

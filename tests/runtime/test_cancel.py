@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import gc
 import logging
 import signal
 import threading
@@ -17,7 +15,6 @@ import pytest
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcCancelled, Worker
 from aiorpc.callbacks import block_observer
-from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
@@ -163,63 +160,6 @@ async def test_a_thread_that_waits_hears_that_its_caller_has_given_up(
     await until(flags.cancelled.is_set)
     await until(lambda: pair[1].statistics().threads_idle == pair[1].statistics().threads)
     await until(lambda: not any(worker.pending_calls() for worker in pair))
-
-
-def ask_and_then_wait() -> str:
-    flags = _flags["it"]
-    flags.entered.set()
-    while not aiorpc.cancelled():
-        flags.release.wait(0.002)
-    _ended.append(aiorpc.rpc_sync("worker0", len, args=("abc",)))
-    return "nobody hears it"
-
-
-async def test_a_thread_that_has_asked_waits_undisturbed(pair: list[Worker], flags: Flags) -> None:
-    """It knows that its caller has given up, and what it still waits for is its own matter."""
-    _ended.clear()
-    call = pair[0].call("worker1", ask_and_then_wait)
-    await until(flags.entered.is_set)
-    call.cancel()
-    await until(lambda: _ended == [3])
-
-
-def wait_in_another_thread() -> None:
-    """With the same context, in which the same call is served."""
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(lambda: _ended.append(aiorpc.rpc_sync("worker0", coroutine)),))
-    thread.start()
-    aiorpc.rpc_sync("worker0", coroutine)
-
-
-async def test_what_another_thread_of_a_handler_waits_for_goes_on(pair: list[Worker], flags: Flags) -> None:
-    """Nobody could say which of them the caller meant; as a thread that a coroutine has started goes on."""
-    _ended.clear()
-    call = pair[0].call("worker1", wait_in_another_thread)
-    await until(lambda: len(pair[0].pending_calls()) == 3)
-    call.cancel()
-    await until(flags.cancelled.is_set)
-    flags.release.set()
-    await until(lambda: _ended == ["done"])
-
-
-async def test_an_error_that_comes_as_its_waiter_is_cancelled_is_not_told_as_one_that_nobody_looked_at(
-    pair: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whoever waited has given up, as it might have a moment before."""
-    call = pair[0].call("worker1", coroutine)
-
-    async def wait(future: aiorpc.Future[Any]) -> None:
-        await future
-
-    task = asyncio.ensure_future(wait(call))
-    await asyncio.sleep(0)
-    call._settle(None, ValueError("late"))
-    assert task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    del call, task
-    await until(lambda: gc.collect() >= 0 and not pair[1].pending_calls())
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_the_result_of_a_thread_that_goes_on_is_dropped(pair: list[Worker], flags: Flags) -> None:
@@ -402,7 +342,7 @@ class Long:
     """Takes long to unpickle: until the flags say `release`."""
 
     def __init__(self) -> None:
-        self.text = "x" * (2 * LARGE_PICKLE)
+        self.text = "x" * 200_000
 
     def __setstate__(self, state: dict[str, str]) -> None:
         self.text = state["text"]

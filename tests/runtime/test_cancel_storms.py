@@ -27,8 +27,8 @@ import torch
 import aiorpc as rpc
 from aiorpc.nn import RemoteModule
 from aiorpc.optim import DistributedOptimizer
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
+from tests.runtime.inside import act_as
 from tests.runtime.waiting import until, until_no_references
 
 T = TypeVar("T")
@@ -746,7 +746,7 @@ async def run(kind: str, seed: int, rounds: int) -> None:
     options = rpc.RpcBackendOptions(rpc_timeout=PATIENCE, lag_warning=0.0, **KINDS[kind])
 
     async def do_all_here(worker: rpc.Worker) -> None:
-        current_node.set(worker._node)
+        act_as(worker)
         await do_all(worker.name, seed, rounds)
 
     async with cluster(len(NAMES), options=options) as workers:

@@ -27,9 +27,9 @@ from torch.distributed import Store
 
 import aiorpc as rpc
 from aiorpc.testing import Faults
-from aiorpc.transport.connection import Connection
 from tests.limits import busy
 from tests.runtime import test_extremes as extremes
+from tests.runtime.inside import breakable
 from tests.runtime.stores import WatchedStore
 from tests.runtime.test_extremes import Doing, full, is_full, one_more, value_of, what_is_left
 from tests.runtime.waiting import until
@@ -794,13 +794,7 @@ class Group:
 
     def cut(self) -> None:
         """Break connections over TCP, which are mended."""
-        lines = [
-            each
-            for life in WORLD[0].living()
-            for each in life.worker._node.engine.connections
-            if isinstance(each, Connection)
-        ]
-        lines = [each for each in lines if each.lasting is not None and not each.suspended and each.on_suspended]
+        lines = [each for life in WORLD[0].living() for each in breakable(life.worker)]
         if lines:
             self.chance.choice(lines).break_off(1.0)
 

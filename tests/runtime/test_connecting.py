@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
 import os
 import select
 import socket
-import time
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +16,12 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc import PeerLeft, PeerLost, RemoteError, RpcBackendOptions, Worker
 from aiorpc.errors import SerializationError
 from aiorpc.events import WorkerLeft
-from aiorpc.protocol.states import PeerState
-from aiorpc.runtime.caller.peer import Peer
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.engine.deadlines import Deadlines
 from aiorpc.testing import cluster
-from aiorpc.transport import sockets
 from tests.leaks import open_descriptors
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 
@@ -77,36 +69,36 @@ def take_no_connections(worker: Worker) -> None:
 
 async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(pair: list[Worker]) -> None:
     """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
-    pair[0]._node.engine.bounds = Bounds(handshake=0.02, connect=0.05)
+    set_bounds(pair[0], handshake=0.02, connect=0.05)
     take_no_connections(pair[1])
     call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
     done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
-    pair[0]._node.engine.bounds = Bounds()  # a busy machine needs longer for a handshake
+    set_bounds(pair[0])  # a busy machine needs longer for a handshake
     pair[1]._node.acceptor.start()
     assert await answer(call) == 3
 
 
 async def test_handshake_that_breaks_is_begun_again(pair: list[Worker]) -> None:
     """A connection that ends before it was proved says nothing about the worker at its other end."""
-    pair[1]._node.engine.bounds = Bounds(handshake=0.0)  # it lets nobody come that far
+    set_bounds(pair[1], handshake=0.0)  # it lets nobody come that far
     call = pair[0].call("worker1", abs, -3)
     await until(lambda: pair[1].statistics().connections_refused >= 2)
     assert not call.done() and pair[0]._node.group.lost == {}
-    pair[1]._node.engine.bounds = Bounds()
+    set_bounds(pair[1])
     assert await answer(call) == 3
 
 
 async def test_member_gets_through_a_crowd_of_strangers(over_tcp: list[Worker]) -> None:
     """Strangers who open all the connections that may be in their handshake keep no member out."""
     engine = over_tcp[1]._node.engine
-    engine.bounds = Bounds(handshakes=4)
+    set_bounds(over_tcp[1], handshakes=4)
     record = engine.record
 
     def open_connections() -> int:
         return sum(not connection.ended for connection in list(engine.connections))
 
-    await until(lambda: over_tcp[1]._node.peers.find("worker0").state is PeerState.READY)
+    await until(lambda: over_tcp[1]._node.peers.find("worker0").state.name == "READY")
     before = open_connections()
     with ExitStack() as stack:
         for _ in range(4):
@@ -155,20 +147,6 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     assert between() == ["worker1"]
 
 
-async def test_a_call_whose_time_is_up_first_says_what_is_in_the_way(pair: list[Worker]) -> None:
-    """The error with the reason comes when connecting is given up, which a short timeout does not live to see."""
-    pair[0]._node.engine.bounds = Bounds(connect=100 * LONG, refused=100 * LONG)
-    path = Path(pair[1]._node.engine.record.unix_path)
-    aside = path.with_suffix(".aside")
-    path.rename(aside)
-    with socket.socket(socket.AF_UNIX) as deaf:
-        deaf.bind(str(path))  # and it does not listen: whoever connects is refused
-        with pytest.raises(RpcTimeout, match=r"no connection to it yet \(connecting: .*Connection refused\)\. Nothing"):
-            await answer(pair[0].peer("worker1", timeout=0.1).call(abs, -3))
-    aside.rename(path)
-    assert await answer(pair[0].call("worker1", abs, -3)) == 3
-
-
 async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
     """The system would try for minutes; the worker is lost when the time for connecting is up."""
     elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", shutdown_timeout=0.1)
@@ -179,27 +157,10 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
             full.bind(address)
             full.listen(0)  # it takes one connection, and the system is silent to all others
             stack.enter_context(socket.create_connection(address, LONG))
-            workers[0]._node.engine.bounds = Bounds(connect=0.05)
+            set_bounds(workers[0], connect=0.05)
             place = rf"no answer from 127\.0\.0\.2:{address[1]} within 0\.05 s \(a firewall\?.* address and port_range"
             with pytest.raises(PeerLost, match=rf"worker1.*cannot be reached: .*does not take connections: {place}"):
                 await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
-
-
-async def test_what_the_system_does_not_permit_is_tried_once(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As to connect to what is another user's: waiting does not change that."""
-    tries = []
-
-    async def connect(path: str) -> socket.socket:
-        tries.append(path)
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(sockets, "connect_unix", connect)
-    pair[0]._node.engine.bounds = Bounds(connect=100 * LONG)
-    with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .*Permission denied"):
-        await answer(pair[0].peer("worker1", timeout=0).call(abs, -3))
-    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
@@ -207,7 +168,7 @@ async def test_worker_of_this_host_that_listens_no_more_is_lost_soon(transport: 
     """Its process lives on, as it does in tests: that it refuses connections says enough, without the whole time."""
     options = RpcBackendOptions(transports=(transport,), shutdown_timeout=0.1)
     async with cluster(2, options=options) as workers:
-        workers[0]._node.engine.bounds = Bounds(connect=100 * LONG, refused=0.1)
+        set_bounds(workers[0], connect=100 * LONG, refused=0.1)
         take_no_connections(workers[1])
         for sock in listeners(workers[1]):
             sock.shutdown(socket.SHUT_RDWR)  # it listens no more
@@ -221,31 +182,6 @@ async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
     async with cluster(2, options=ways) as workers:
         with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .* have no transport in common"):
             await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
-
-
-async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(pair: list[Worker]) -> None:
-    """That it cannot be reached is no news to the group, but it is to who waits."""
-    pair[0]._node.engine.bounds = Bounds(connect=0.05)
-    assert await pair[1].call("worker0", abs, -3) == 3  # in one process a death is seen by connections alone
-    await pair[1]._drop()
-    await until(lambda: pair[0]._node.group.is_gone(pair[1]._node.engine.record))
-    engine = pair[0]._node.engine
-    late = Peer(pair[0]._node, Deadlines(engine.loop, lambda now: now), "worker1", pair[1]._node.engine.record)
-    with pytest.raises(PeerLost, match="worker1"):
-        await answer(late.call(abs, (-3,), None, 0.0))
-
-
-async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -> None:
-    """No worker is lost then, and yet nobody will answer."""
-    call = pair[0].peer("worker0", timeout=0).call(for_ever)
-    assert await pair[0].call("worker0", abs, -3) == 3
-    connection = pair[0]._node.peers.find("worker0").connection
-    assert connection is not None
-    connection.abort(ConnectionResetError("for the test"))
-    with pytest.raises(PeerLost, match=r"worker0.*for the test"):
-        await answer(call)
-    assert await pair[0].call("worker1", abs, -3) == 3
-    assert pair[0]._node.group.lost == {}
 
 
 # --- the limits -------------------------------------------------------------------------------------------------------
@@ -298,53 +234,7 @@ async def test_the_longest_message_may_have_tensors_beside_it(frugal: list[Worke
     assert low > LIMIT // 2 and frugal[0]._node.group.lost == {}
 
 
-async def test_who_has_no_descriptors_loses_nobody(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its calls wait for longer than for a worker that does not answer, and the log says once why."""
-    pair[0]._node.engine.bounds = Bounds(connect=0.05)
-    tries, begun, connect = 0, time.monotonic(), sockets.connect_unix
-
-    async def refuse(path: str) -> socket.socket:
-        nonlocal tries
-        tries += 1
-        if tries > 4 and time.monotonic() > begun + 0.3:
-            return await connect(path)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(sockets, "connect_unix", refuse)
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        assert await answer(pair[0].call("worker1", abs, -3)) == 3
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert "worker worker0 cannot connect to worker1 " in said
-    assert f": [Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}; it tries on" in said
-
-
 # --- the listeners ----------------------------------------------------------------------------------------------------
-
-
-async def test_without_descriptors_the_loop_rests(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A connection that cannot be taken is tried again after a pause; the log says so once a minute at most."""
-    pause, tries = 0.05, 0
-    pair[1]._node.engine.bounds = Bounds(accept_pause=pause)
-    accept: Callable[..., Any] = socket.socket.accept
-
-    def refuse(sock: socket.socket) -> Any:
-        nonlocal tries
-        if sock not in listeners(pair[1]) or tries == 4:
-            return accept(sock)
-        tries += 1
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(socket.socket, "accept", refuse)
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        begun = time.monotonic()
-        assert await answer(pair[0].call("worker1", abs, -3)) == 3
-    assert time.monotonic() - begun >= 2 * pause  # four pauses; a loop's timers are not that exact
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert f"cannot take a connection: [Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}; it tries on" in said
 
 
 async def test_forked_child_keeps_no_socket_of_its_parent() -> None:
@@ -397,7 +287,8 @@ async def test_a_worker_that_stands_still_in_the_midst_of_its_handshake_tries_ag
     apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
     async with cluster(2, options=[apart, RpcBackendOptions()]) as (still, worker):
         assert await worker.call("worker0", abs, -3) == 3
-        still._node.engine.bounds, worker._node.engine.bounds = Bounds(connect=0.1), Bounds(handshake=0.3)
+        set_bounds(still, connect=0.1)
+        set_bounds(worker, handshake=0.3)
         call = still.call("worker1", abs, -3)
         # This loop does not run until the other one stands, so the handshake is not over by then.
         assert select.select(worker._node.listeners.sockets(), [], [], LONG)[0]

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import Store
 
 import aiorpc
 from aiorpc import Worker
-from aiorpc.devices import DeviceClaims
 from aiorpc.errors import StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting import watch
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
-from aiorpc.runtime.meeting.membership import Proof
 from aiorpc.runtime.meeting.patience import Patience
 from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
-from aiorpc.runtime.meeting.returning import PlacesInStore
 from aiorpc.runtime.meeting.stores import reach_tcp, serve
 from tests.limits import busy
 from tests.runtime.forwarder import Forwarder, forwarded
 from tests.runtime.stores import ROSTER
-from tests.runtime.test_rendezvous import make_record, together
+from tests.runtime.test_rendezvous import make_record
 from tests.runtime.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.usefixtures("server_made_once")
@@ -197,14 +190,6 @@ def test_a_connection_that_has_died_without_a_word_is_given_up(way: Way) -> None
 
 
 @pytest.mark.usefixtures("short_answers")
-def test_threads_that_ask_at_once_share_the_next_connection(way: Way) -> None:
-    """One that has died keeps none of them waiting for longer than another one."""
-    with closing(way.reach()) as kv:
-        way.line.forget()
-        assert together(*(partial(kv.swap, "key", "", "mine") for _ in range(8))) == ["mine"] * 8
-
-
-@pytest.mark.usefixtures("short_answers")
 def test_a_store_that_is_not_reached_for_a_while_is_waited_for(way: Way) -> None:
     """For as long as the grace, from the beginning of what fails; then it is told how long it was away."""
     with closing(way.reach()) as patient, closing(way.reach(grace=0.5)) as hasty:
@@ -240,45 +225,6 @@ def test_a_store_that_has_ended_is_told_at_once_and_nobody_takes_its_place(way: 
             with pytest.raises(StoreGone, match=r"the store at tcp://.* has gone: "):
                 kv.get("key")
         assert time.monotonic() - start < LIMIT / 2 * busy()
-
-
-@pytest.mark.usefixtures("short_answers")
-def test_a_member_that_others_have_struck_off_meanwhile_does_not_enter_the_list_for_that(way: Way) -> None:
-    """The store is the one that it was. Who has lost all that it knew is not to be found by newcomers then."""
-    with closing(way.open(grace=0.5)) as one, closing(way.open(port=way.line.to)) as other:
-        one.join(partial(make_record, "a"))
-        members = other.join(partial(make_record, "b"))
-        one.serve_joining()
-        way.line.silence(True)
-        way.line.forget()
-        with pytest.raises(StoreGone, match=r"has not been reached for \d+ s"):
-            one.serve_joining()
-        other.leave(one.record)
-        way.line.silence(False)
-        way.line.reset()
-        assert get_at_last(one._kv, "1/roster")
-        assert one.meet_again(one.record)
-        one.serve_joining(parted=True)
-        assert one.members() == other.members() == members[1:]
-
-
-def test_who_lets_go_of_a_store_does_not_wait_for_it(way: Way) -> None:
-    """While another thread tries to reach it; that one ends as well."""
-    kv = way.reach()
-    way.line.silence(True)
-    way.line.reset()
-    outcome: list[Any] = []
-    asking = threading.Thread(target=lambda: outcome.extend(together(partial(kv.get, "key"))))
-    asking.start()
-    wait_until(lambda: kv._contact is not None and kv._contact._client is None)
-    start = time.monotonic()
-    kv.close()
-    asking.join(LIMIT)
-    assert not asking.is_alive() and time.monotonic() - start < LIMIT / 2 * busy()
-    with pytest.raises(StoreGone, match="was closed by this worker"):
-        kv.get("key")
-    [error] = outcome
-    assert isinstance(error, StoreGone)
 
 
 def test_who_has_entered_the_list_without_hearing_so_is_in_it_once(way: Way) -> None:
@@ -318,69 +264,3 @@ def test_a_group_is_joined_though_the_connection_breaks(way: Way, size: int | No
             break
         turn += 1
     assert turn > 5
-
-
-def test_who_claims_a_place_again_has_the_claim_that_it_had() -> None:
-    """It may not have heard that it has it."""
-    places = PlacesInStore(KeyValueClient(HashStore(), "here"), 1, 1, Proof())
-    record = make_record("a", 0)
-    assert places.claim(record, DeviceClaims()) == places.claim(record, DeviceClaims())
-
-
-def test_each_client_is_known_by_its_own_connection() -> None:
-    """Though others in this process ask the same server all the while, and some come and go."""
-    server, port = serve("127.0.0.1", 0)
-    ended, found = threading.Event(), list[tuple[TCPStore, socket.socket | None]]()
-
-    def client() -> TCPStore:
-        return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT), False)
-
-    def ask_often(ask: Callable[[], object]) -> None:
-        while not ended.is_set():
-            ask()
-
-    def find() -> None:
-        mine = client()
-        found.append((mine, watch.connection_of(partial(mine.check, ["key"]), port)))
-
-    other = client()
-    busy = [partial(other.check, ["key"]), client, lambda: ended.wait(0.01)]
-    others = [threading.Thread(target=ask_often, args=(ask,)) for ask in busy]
-    finders = [threading.Thread(target=find) for _ in range(8)]
-    for thread in (*others, *finders):
-        thread.start()
-    for thread in finders:
-        thread.join(LIMIT)
-    ended.set()
-    for thread in others:
-        thread.join(LIMIT)
-    known = [(mine, connection) for mine, connection in found if connection is not None]
-    assert len(found) == 8 and len(known) > 4  # with much bad luck one is not found
-    while known:
-        mine, connection = known.pop()
-        connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
-        for still, _ in known:
-            assert not still.check(["key"])
-    assert not other.check(["key"])
-    with pytest.raises(RuntimeError):  # once: torch looks up names for each of these errors
-        mine.check(["key"])
-    del server
-
-
-def test_a_connection_of_torch_is_looked_after(way: Way) -> None:
-    """It is known by what arrives there. A default timeout of the program's makes no difference to it."""
-    socket.setdefaulttimeout(5.0)
-    try:
-        with closing(way.reach()) as kv:
-            assert kv._contact is not None and kv._contact._client is not None
-            connection = kv._contact._client.watch._socket
-            assert connection.getpeername()[1] == way.line.port and os.get_blocking(connection.fileno())
-            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == watch.UNHEARD
-            limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.calcsize("@ll"))
-            assert struct.unpack("@ll", limit) == (watch.ANSWER, 0)
-            kv.put("key", "mine")
-            assert kv.get("key") == "mine"
-    finally:
-        socket.setdefaulttimeout(None)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import _weakrefset
 import asyncio
 import decimal
 import gc
-import logging
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,12 +20,8 @@ import aiorpc
 from aiorpc import RpcBackendOptions, Worker, WorkerClosed, WorkerInfo
 from aiorpc.errors import NotInitialized
 from aiorpc.events import WorkerJoined, WorkerLeft
-from aiorpc.runtime.calls import current
-from aiorpc.runtime.calls.current import registry
-from aiorpc.runtime.group import events
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until
-from tests.transport.ends import meanwhile
 
 
 def who() -> tuple[str, WorkerInfo]:
@@ -145,37 +138,6 @@ async def test_what_a_handler_sets_in_its_context_is_of_its_call_alone(trio: lis
                 assert [item async for item in trio[0].stream("worker1", log, "alice")] == [1]
         assert await trio[0].call("worker1", seen_on_the_loop) == usual
         assert await trio[2].call("worker1", seen) == usual
-
-
-async def awaited(call: Any) -> Any:
-    return await call
-
-
-async def alices_numbers() -> AsyncIterator[int]:
-    user.set("alice")
-    while True:
-        yield 1
-
-
-async def test_a_call_that_has_waited_for_room_has_nothing_of_a_stream_that_did() -> None:
-    """Both wait until their caller has read enough, and who began to wait first is not who is started then."""
-
-    async def read(numbers: AsyncIterator[int]) -> None:
-        for _ in range(20):
-            assert await anext(numbers) == 1
-
-    async with cluster(2) as workers, workers[0].stream("worker1", alices_numbers) as numbers:
-        await read(numbers)
-        (service,) = workers[1]._node.services
-        backlog = service._backlog
-        backlog.half = -1  # as if so much waited to be sent
-        reading = asyncio.ensure_future(read(numbers))
-        await until(lambda: backlog._looking)
-        call = asyncio.ensure_future(awaited(workers[0].call("worker1", seen_on_the_loop)))
-        await until(lambda: bool(backlog.parked))
-        backlog.half = backlog.limit // 2
-        assert (await call)[0] == "nobody"
-        await reading
 
 
 def without_gradients() -> bool:
@@ -400,28 +362,6 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     assert listeners == [1, 0, 1, 0]
 
 
-async def test_events_reach_a_task_that_nobody_holds() -> None:
-    """What waits for news is not collected as garbage, although asyncio's loop holds its task weakly."""
-    store = HashStore()
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        heard: list[Any] = []
-
-        async def watch() -> None:
-            async for event in worker.events():
-                heard.append(event)
-
-        asyncio.create_task(watch())  # noqa: RUF006  # nobody holds it: that is what is tried
-        await until(lambda: worker._node.events.listeners)
-        gc.collect()
-        for name in ("b", "c"):
-            async with aiorpc.init(name, store=store) as late:
-                info = late.info
-                await until(lambda: heard and heard[-1] == WorkerJoined(info))  # noqa: B023  # waited for at once
-            gc.collect()
-            await until(lambda: heard[-1] == WorkerLeft(info))  # noqa: B023  # as above
-        assert len(heard) == 4
-
-
 async def test_events_before_the_first_look_are_kept() -> None:
     """Events come from the moment of the call on, in order, the end behind them, on whichever loop they are read."""
     store = HashStore()
@@ -436,110 +376,6 @@ async def test_events_before_the_first_look_are_kept() -> None:
         return [event async for event in news]
 
     assert await asyncio.to_thread(asyncio.run, read()) == [WorkerJoined(info), WorkerLeft(info)]
-
-
-async def test_events_that_nobody_takes_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The oldest are dropped; that is logged as it begins, and with how many there were at the next turn."""
-    monkeypatch.setattr(events, "_MOST_EVENTS", 3)
-    news = events.Events()
-    kept, read = news.listen(), news.listen()
-    told = [WorkerJoined(WorkerInfo(f"guest{number}", number)) for number in range(8)]
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        for event in told[:5]:
-            news.publish(event)
-            assert await anext(read) == event
-        begun, *others = caplog.messages
-        assert "of which 3 wait: the oldest ones are dropped from now on" in begun and not others
-        assert [await anext(kept) for _ in range(3)] == told[2:5]
-        assert caplog.messages[1:] == [
-            "2 events of the group were dropped, the oldest first, because they were not taken in time"
-        ]
-        for event in told[5:]:
-            news.publish(event)
-        news.end()
-        assert [event async for event in kept] == told[6:]
-        assert [event async for event in kept] == []
-        assert len(caplog.messages) == 5  # nobody has taken the last ones of the other listener either, nor the end
-
-
-async def test_an_event_that_is_taken_before_its_thread_says_so() -> None:
-    """Whoever takes it at once and waits for the next one is woken for nothing then, and waits on."""
-    told = [WorkerJoined(WorkerInfo(f"guest{number}", number)) for number in range(2)]
-
-    async def happened(at: int) -> bool:
-        news = events.Events()
-        read = news.listen()
-        seen: list[Any] = []
-        turns: list[Any] = []
-        awaited: asyncio.Future[Any] | None = None
-
-        def step() -> asyncio.Future[Any] | None:
-            """Go on with the turn that has begun, or begin one: what it waits for, None if it is over."""
-            turns[:] = turns or [anext(read)]
-            try:
-                future: asyncio.Future[Any] = turns[0].send(None)
-            except StopIteration as ended:
-                seen.append(ended.value)
-                turns.clear()
-                return None
-            return future
-
-        def take(_: str) -> None:
-            nonlocal awaited
-            awaited = step() or step()
-
-        found = meanwhile(partial(news.publish, told[0]), at, take, events.__file__, signals=True)
-        for coming in (0, 1):
-            while len(seen) <= coming:
-                await asyncio.sleep(0)
-                if awaited is None or awaited.done():
-                    awaited = step()
-            await asyncio.sleep(0)
-            if awaited is not None and awaited.done():
-                awaited = step()
-            if not coming:
-                news.publish(told[1])
-        assert seen == told
-        return found
-
-    at = 0
-    while await happened(at):
-        at += 1
-    assert at > 3
-
-
-def test_workers_are_looked_through_as_others_come_and_go() -> None:
-    """Wherever the interpreter turns to another thread: those that are asked for are those before or those after."""
-
-    async def look() -> None:
-        async with cluster(3) as workers:
-            nodes: set[Any] = {worker._node for worker in workers}
-
-            def happened(at: int, come: bool) -> bool:
-                found: list[Any] = []
-                change = registry.add if come else registry.remove
-                if come:
-                    registry.remove(workers[2]._node)
-                here = meanwhile(
-                    lambda: found.extend(registry.nodes()),
-                    at,
-                    lambda _: change(workers[2]._node),
-                    current.__file__,
-                    _weakrefset.__file__,
-                    signals=True,
-                )
-                if here or come:
-                    registry.add(workers[2]._node)
-                assert nodes - {workers[2]._node} <= {*found} <= nodes
-                return here
-
-            for come in (False, True):
-                moments = next(at for at in range(10_000) if not happened(at, come))
-                assert moments > 5
-
-    asyncio.run(look())
 
 
 async def test_the_switch_interval_is_the_shortest_that_a_worker_of_the_process_asks_for() -> None:

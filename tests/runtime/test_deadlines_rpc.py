@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
 import re
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
 from aiorpc.errors import GroupError, WouldBlockLoop
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Faults, cluster
 from tests.conftest import LoopFactory
 from tests.limits import busy
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until, wait_until
 
 
@@ -33,30 +30,8 @@ async def left_async() -> float | None:
     return aiorpc.deadline()
 
 
-async def left_after_a_while() -> float | None:
-    await asyncio.sleep(0.05)
-    return aiorpc.deadline()
-
-
 async def for_ever() -> None:
     await asyncio.Event().wait()
-
-
-class Asks:
-    """A value whose method calls another worker."""
-
-    alive: ClassVar[weakref.WeakSet[Asks]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        self.alive.add(self)
-
-    def ask(self) -> int:
-        result: int = aiorpc.rpc_sync("worker0", abs, args=(-3,))
-        return result
-
-    async def ask_async(self) -> int:
-        result: int = await aiorpc.call("worker0", abs, -3)
-        return result
 
 
 def relay(to: str) -> float | None:
@@ -147,7 +122,7 @@ async def test_zero_means_no_limit() -> None:
         assert await workers[0].peer("worker1", timeout=0).call(left) is None
 
         def script() -> Any:
-            current_node.set(workers[0]._node)
+            act_as(workers[0])
             return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=300)
 
         unlimited, limited = await asyncio.to_thread(script)
@@ -174,12 +149,6 @@ async def test_nested_calls_inherit_what_is_left(trio: list[Worker]) -> None:
     seconds = await peer.call(relay_async, "worker2", 1.0)
     assert seconds is not None and seconds <= 1.0
     assert (await trio[0].peer("worker1", timeout=0).call(relay_async, "worker2", 0)) is None
-
-
-async def test_time_runs_while_a_handler_works(pair: list[Worker]) -> None:
-    """deadline() says what is left at the moment."""
-    seconds = await pair[0].peer("worker1", timeout=5.0).call(left_after_a_while)
-    assert seconds is not None and seconds < 4.96  # a loop's timers are not that exact
 
 
 async def test_a_whole_chain_ends_when_the_first_deadline_passes(trio: list[Worker], flags: Flags) -> None:
@@ -277,7 +246,7 @@ def blocking(verb: Callable[[Worker, aiorpc.RRef[Any]], Any], worker: Worker, rr
     errors: list[Any] = []
 
     def use() -> None:
-        current_node.set(worker._node)
+        act_as(worker)
         try:
             errors.extend(outcome.error for outcome in verb(worker, rref))
         except RpcError as error:
@@ -446,11 +415,11 @@ def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactor
     """The loop that has to bring it is this thread's, which runs another one: that is said, and nobody hangs."""
 
     async def make(worker: Worker) -> Any:
-        token = current_node.set(worker._node)
+        token = act_as(worker)
         try:
             return aiorpc.Queue("items")
         finally:
-            current_node.reset(token)
+            act_no_more(token)
 
     async def use(worker: Worker, rref: aiorpc.RRef[Any], queue: Any) -> Any:
         async with asyncio.timeout(LIMIT):
@@ -464,22 +433,6 @@ def test_what_can_never_come_on_another_loop_is_refused(loop_factory: LoopFactor
             other.run(use(workers[0], rref, queue))
         check_that_all_goes_on(runner, workers)
         del rref
-
-
-def test_a_call_that_is_awaited_on_another_loop_is_answered_in_time(loop_factory: LoopFactory) -> None:
-    """Where its own loop runs, in another thread, looking after the deadline changes nothing."""
-    runners = asyncio.Runner(loop_factory=loop_factory), asyncio.Runner(loop_factory=loop_factory)
-    with runners[0] as runner, runners[1] as other, two_workers(runner) as workers:
-        thread = threading.Thread(target=runner.get_loop().run_forever)
-        thread.start()
-        try:
-            call = workers[0].peer("worker1", timeout=LIMIT).call
-            assert other.run(awaited(call(left_after_a_while))) > 0
-            with pytest.raises(RpcTimeout, match="It was told to stop"):  # which the loop says
-                other.run(awaited(workers[0].peer("worker1", timeout=0.02).call(for_ever)))
-        finally:
-            runner.get_loop().call_soon_threadsafe(runner.get_loop().stop)
-            thread.join(LIMIT)
 
 
 async def test_the_time_of_a_blocking_verb_passes_while_the_loop_is_blocked(pair: list[Worker]) -> None:
@@ -602,48 +555,3 @@ def hold() -> bool:
 
 def set_cancelled() -> None:
     _flags["it"].cancelled.set()
-
-
-async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> None:
-    """The collector may start in the middle of a look, and let other threads call: the look goes on all the same."""
-    calls = [pair[0].call("worker1", for_ever) for _ in range(50)]
-    peer = pair[0]._node.peers.find("worker1")
-    pending = list(peer.pending.calls.values())
-    numbers = itertools.count(-1, -1)
-
-    def collected(phase: str, info: object) -> None:
-        if phase == "stop":
-            peer.pending.calls[next(numbers)] = pending[0]  # what a thread does that was let in
-
-    drained = [(number, number) for number in range(5000)]  # new pairs need memory, which is when the collector runs
-    thresholds = gc.get_threshold()
-    gc.callbacks.append(collected)
-    gc.set_threshold(1)
-    try:
-        earliest = [peer.pending.scan_deadlines(time.monotonic()) for _ in range(20)]
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(collected)
-        for number in range(-1, next(numbers), -1):
-            del peer.pending.calls[number]
-        for call in calls:
-            call.cancel()
-    assert len(drained) == 5000
-    assert earliest == [min(call._deadline or 0 for call in pending)] * 20
-
-
-@pytest.mark.parametrize("method", ["ask", "ask_async"])
-async def test_the_next_look_at_deadlines_keeps_nothing_of_who_has_asked_for_it(
-    pair: list[Worker], method: str
-) -> None:
-    """A handler that calls others has the first deadline; the value whose method it is goes with its references."""
-    ref = pair[0].remote("worker1", Asks)
-    assert await getattr(ref.rpc_async(), method)() == 3
-    assert len(Asks.alive) == 1
-    del ref
-
-    def gone() -> bool:
-        gc.collect()
-        return not Asks.alive
-
-    await until(gone)

@@ -10,8 +10,6 @@ import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,22 +18,16 @@ from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import Queue, RpcBackendOptions, RpcError, Worker
-from aiorpc.autograd.parts import arrival_of
-from aiorpc.channels.landing import Landing
 from aiorpc.errors import DeviceMapError, SerializationError
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.gradients.contexts import AutogradContext
 from aiorpc.types import QueueHandle
 from tests.fakes.cuda import FakeCuda, FakeTensor
-from tests.runtime.test_overload import Threads
+from tests.runtime.inside import acting_as
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
 Tensor = torch.Tensor
 CROSSED = {0: 1, 1: 0}
 WAYS = {"auto": "direct", "staging": "staging"}
 LAG = (0, 0.0006)
-HOME = Path(aiorpc.__file__).parent
-FILES = [str(path) for room in ("channels", "runtime/links") for path in (HOME / room).rglob("*.py")]
 LATE = 10  # operations that a stream is given before it makes what somebody may read too early
 
 
@@ -127,16 +119,6 @@ def is_all(tensor: Tensor, value: float) -> bool:
 def fake_of(tensor: Tensor) -> FakeCuda:
     assert isinstance(tensor, FakeTensor)
     return tensor.fake
-
-
-@asynccontextmanager
-async def acting_as(worker: Worker) -> AsyncIterator[None]:
-    """The module's verbs are this worker's."""
-    token = current_node.set(worker._node)
-    try:
-        yield
-    finally:
-        current_node.reset(token)
 
 
 # --- handlers ---------------------------------------------------------------------------------------------------------
@@ -265,16 +247,6 @@ class Model(torch.nn.Module):
         self.tied = self.weight
 
 
-async def test_module_travels_with_its_parameters(pair: tuple[FakeCuda, list[Worker]]) -> None:
-    """Each to its own device; tied ones stay tied."""
-    fake, (worker0, _) = pair
-    (model,) = await worker0.call("worker1", echo, Model(fake.fake_tensor(values(1), 0), values(2)))
-    assert isinstance(model, Model)
-    assert model.tied is model.weight
-    assert is_all(model.weight.detach(), 1)
-    assert torch.equal(model.bias.detach(), values(2))
-
-
 # --- what the map does not name ---------------------------------------------------------------------------------------
 
 
@@ -319,33 +291,6 @@ async def test_unmapped_tensor_is_refused_before_anything_is_sent(way: str, name
         assert is_all(await worker0.call("worker1", plus_one, fake.fake_tensor(values(1), 0)), 2)
 
 
-async def test_refused_call_was_not_made(one_way: tuple[FakeCuda, list[Worker]]) -> None:
-    """Nor do the statistics say so."""
-    fake, (worker0, _) = one_way
-    with pytest.raises(SerializationError):
-        worker0.call("worker1", echo, fake.fake_tensor(torch.ones(2, 3), 1))
-    assert worker0.statistics().calls_made == 0
-
-
-async def test_unmapped_tensor_is_refused_by_the_blocking_verbs(way: str) -> None:
-    """The same error, in a thread."""
-    async with group({"worker1": {0: 1}}, {}, way=way) as (fake, (worker0, _)):
-        x = fake.fake_tensor(torch.ones(2, 3), 1)
-        async with acting_as(worker0):
-            for verb in (aiorpc.rpc_sync, aiorpc.rpc_async):
-                with pytest.raises(SerializationError, match=r"argument 0 of .*echo .* on cuda:1: no device map leads"):
-                    await asyncio.to_thread(verb, "worker1", echo, (x,))
-        del x
-
-
-async def test_without_a_map_all_devices_are_refused(way: str) -> None:
-    """Also those of a worker that has devices but no map at all, and in the direction that has none."""
-    async with group({"worker1": {0: 1}}, {}, way=way) as (fake, (_, worker1)):
-        for index in (0, 1):
-            with pytest.raises(SerializationError, match=rf"on cuda:{index}: no device map leads from there to worker"):
-                await worker1.call("worker0", echo, fake.fake_tensor(torch.ones(2), index))
-
-
 async def test_to_oneself_everything_stays_where_it_is(way: str) -> None:
     """Arguments, results and values behind references, also on devices that no map names; a map says otherwise."""
     async with group({}, {"worker1": CROSSED}, way=way) as (fake, (worker0, worker1)):
@@ -367,9 +312,9 @@ def index_of(x: Tensor) -> int | None:
 
 async def queue_of(owner: Worker, other: Worker) -> tuple[Queue[Any], QueueHandle[Any]]:
     """A queue of that worker, and the handle of another one."""
-    async with acting_as(owner):
+    with acting_as(owner):
         queue: aiorpc.Queue[Any] = aiorpc.Queue("items")
-    async with acting_as(other):
+    with acting_as(other):
         return queue, aiorpc.queue("items", owner=owner.name)
 
 
@@ -402,25 +347,7 @@ def make(index: int, fakes: list[str]) -> Any:
     return {"inside": tensor} if len(fakes) > 1 else tensor
 
 
-def make_many(index: int, key: str) -> Iterator[Any]:
-    yield 1
-    yield late(FAKES[key], index, 5)
-
-
-async def make_many_async(index: int, key: str) -> AsyncIterator[Any]:
-    yield 1
-    yield late(FAKES[key], index, 5)
-
-
 FAKES: dict[str, FakeCuda] = {}  # what handlers that get no tensor make theirs on
-
-
-@pytest.fixture
-def key(pair: tuple[FakeCuda, list[Worker]]) -> Iterator[str]:
-    """By which handlers find the fake of `pair`."""
-    FAKES["pair"] = pair[0]
-    yield "pair"
-    del FAKES["pair"]
 
 
 @pytest.fixture
@@ -449,36 +376,6 @@ async def test_unmapped_result_reaches_the_caller(one_way: tuple[FakeCuda, list[
         assert str(made.device) == "cuda:0"
         assert is_all(made, 5)
     assert worker1.statistics().calls_failed == 2
-
-
-@pytest.mark.parametrize("producer", [make_many, make_many_async])
-async def test_unmapped_item_ends_its_stream(
-    one_way: tuple[FakeCuda, list[Worker]], producer: Callable[..., Any]
-) -> None:
-    """The items before it come; then its error."""
-    _, (worker0, _) = one_way
-    got = []
-    with pytest.raises(SerializationError, match=r"an item of .*make_many.* on cuda:0: no device map leads"):
-        async for item in worker0.stream("worker1", producer, 0, "one"):
-            got.append(item)
-    assert got == [1]
-    items = [item async for item in worker0.stream("worker1", producer, 1, "one")]
-    assert is_all(items[1], 5)
-
-
-async def test_unmapped_value_of_a_reference_stays_where_it_is(one_way: tuple[FakeCuda, list[Worker]]) -> None:
-    """Making it is no error, for it does not travel; fetching it is, and using it there is not."""
-    _, (worker0, worker1) = one_way
-    rref = worker0.remote("worker1", make, 0, ["one"])
-    with pytest.raises(SerializationError, match="on cuda:0: no device map leads from there to worker 'worker0'"):
-        await rref
-    assert await worker0.call("worker1", total_of, rref) == 5000
-    del rref
-    await until_no_references([worker0, worker1])
-
-
-def total_of(rref: aiorpc.RRef[Tensor]) -> float:
-    return float(rref.local_value().sum().item())
 
 
 # --- streams of handlers ----------------------------------------------------------------------------------------------
@@ -539,70 +436,6 @@ async def test_concurrent_handlers_have_streams_of_their_own(
     names = [name for (name,), _ in results]
     assert len(set(names)) == 3
     assert all(name.endswith("of device 1>") and "default" not in name for name in names)
-
-
-def streams_without(key: str) -> list[str]:
-    fake = FAKES[key]
-    return [repr(fake.current(index)) for index in range(fake.count())]
-
-
-async def streams_without_async(key: str) -> list[str]:
-    return streams_without(key)
-
-
-def fails_on_device(x: Tensor) -> None:
-    for _ in range(LATE):
-        x.add_(1)
-    raise ZeroDivisionError
-
-
-async def fails_on_device_async(x: Tensor) -> None:
-    await asyncio.sleep(0)
-    fails_on_device(x)
-
-
-async def test_pool_threads_and_loop_have_their_own_streams_back(way: str) -> None:
-    """After handlers of all kinds, also failed ones: the only thread of the pool is as it was, and so is the loop."""
-    async with group({"worker1": CROSSED}, {}, way=way, num_worker_threads=1) as (fake, (worker0, _)):
-        FAKES["one"] = fake
-        default = [repr(stream) for stream in fake.default_streams]
-        for handler in [*HANDLERS.values(), fails_on_device, fails_on_device_async]:
-            if handler in HANDLERS.values():
-                await worker0.call("worker1", handler, fake.fake_tensor(values(1), 0))
-            else:
-                with pytest.raises(ZeroDivisionError):
-                    await worker0.call("worker1", handler, fake.fake_tensor(values(1), 0))
-            assert await worker0.call("worker1", streams_without, "one") == default
-            assert await worker0.call("worker1", streams_without_async, "one") == default
-        del FAKES["one"]
-
-
-async def own_stream(x: Tensor) -> Tensor:
-    """A coroutine handler that works on a stream of its own, across awaits, as torch's users do."""
-    fake, index = fake_of(x), x.device.index
-    outside, own = fake.current(index), fake.fresh(index)
-    event = fake.mark(outside)
-    with fake.entered([own]):
-        fake.wait(event, own)
-        fake.keep(fake.carrier(x), own)
-        for _ in range(5):
-            x = x + 1
-            await asyncio.sleep(0)
-            assert fake.current(index) is own
-        done = fake.mark(own)
-    assert fake.current(index) is outside
-    fake.wait(done, outside)
-    fake.keep(fake.carrier(x), outside)
-    return x + 1
-
-
-async def test_coroutine_handler_finds_the_stream_again_that_it_entered(pair: tuple[FakeCuda, list[Worker]]) -> None:
-    """And several at once do not get each other's."""
-    fake, (worker0, _) = pair
-    results = await asyncio.gather(
-        *[worker0.call("worker1", own_stream, late(fake, number % 2, number)) for number in range(6)]
-    )
-    assert [is_all(result, number + 6) for number, result in enumerate(results)] == [True] * 6
 
 
 # --- streams of callers -----------------------------------------------------------------------------------------------
@@ -743,9 +576,6 @@ def nested_deferred(x: Tensor) -> Any:
     return future.then(lambda done: fake.fake_tensor(done.wait(), index) + 1)
 
 
-# --- Futures that others complete -------------------------------------------------------------------------------------
-
-
 @aiorpc.async_execution
 def completed_elsewhere(x: Tensor, wrapped: bool) -> Any:
     """By a thread on a stream of its own, some time after the handler is gone."""
@@ -805,6 +635,9 @@ def complete_bare(x: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
+# --- Futures that others complete -------------------------------------------------------------------------------------
+
+
 @aiorpc.async_execution
 def passed_on(x: Tensor) -> aiorpc.Future[Tensor]:
     """The Future of a nested call is the handler's own."""
@@ -853,15 +686,6 @@ async def test_nested_calls_with_maps_both_ways(
     assert [is_all(result, number + more) for number, result in enumerate(results)] == [True] * 6
 
 
-async def test_calls_to_oneself_go_by_the_map_to_oneself(both_ways: tuple[FakeCuda, list[Worker]]) -> None:
-    """There and back, as to any other worker."""
-    fake, (worker0, _) = both_ways
-    assert await worker0.call("worker0", places, fake.fake_tensor(values(1), 0)) == ["cuda:1"]
-    result = await worker0.call("worker0", plus_one, late(fake, 1, 4))
-    assert result.device.index == 1
-    assert is_all(result, 5)
-
-
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
@@ -872,11 +696,6 @@ def summed(xs: list[Tensor]) -> list[Tensor]:
     for x in xs[1:]:
         total += x
     return [total + number for number in range(len(xs))]
-
-
-@aiorpc.batched(max_size=100, max_wait=0.05)
-def summed_late(xs: list[Tensor]) -> list[Tensor]:
-    return list(map(plus_one, xs))
 
 
 @aiorpc.batched(max_size=3)
@@ -910,13 +729,6 @@ async def test_batch_joins_the_streams_of_all_its_callers(
         assert all(bool(result.cpu().eq(result.cpu()[0]).all()) for result in results)
 
 
-async def test_batch_that_a_timer_starts(pair: tuple[FakeCuda, list[Worker]]) -> None:
-    """It runs on a thread that brought none of the arguments."""
-    fake, (worker0, _) = pair
-    results = await asyncio.gather(*[call_apart(fake, worker0, summed_late, value) for value in range(3)])
-    assert [is_all(result, number + 1) for number, result in enumerate(results)] == [True] * 3
-
-
 # --- references -------------------------------------------------------------------------------------------------------
 
 
@@ -928,17 +740,6 @@ class Counter:
 
     def read(self) -> Tensor:
         return self.total + 0
-
-    async def read_async(self) -> Tensor:
-        await asyncio.sleep(0)
-        return self.total + 0
-
-    def compare(self, x: Tensor) -> Tensor:
-        return x - self.total
-
-
-def exists(rref: aiorpc.RRef[Any]) -> None:
-    rref.local_value()
 
 
 def local_total(rref: aiorpc.RRef[Tensor]) -> Tensor:
@@ -979,20 +780,6 @@ async def test_value_of_a_reference_is_right_on_other_streams(
     await until_no_references([worker0, worker1])
 
 
-async def test_methods_find_their_object_ready(pair: tuple[FakeCuda, list[Worker]]) -> None:
-    """Methods of an object that one handler made, with tensors and without, in threads and coroutines."""
-    fake, (worker0, worker1) = pair
-    for value in range(3):
-        rref: Any = worker0.remote("worker1", Counter, late(fake, 0, value))
-        await worker0.call("worker1", exists, rref)  # the next test does not wait
-        proxy = rref.rpc_async()
-        futures = [proxy.read(), proxy.read_async(), proxy.compare(late(fake, 0, value + 5))]
-        assert [is_all(each, value + 1) for each in await asyncio.gather(*futures[:2])] == [True] * 2
-        assert is_all(await futures[2], 4)
-        del rref, proxy, futures
-    await until_no_references([worker0, worker1])
-
-
 @pytest.mark.parametrize("connected", [False, True])
 @pytest.mark.parametrize("size", [100, 5000, 3_000_000])
 @pytest.mark.parametrize("on_device", [False, True])
@@ -1013,7 +800,7 @@ async def test_method_that_is_called_at_once_finds_its_object(
 async def test_own_value_is_right_on_other_streams(pair: tuple[FakeCuda, list[Worker]]) -> None:
     """An RRef of what this worker has made on a stream of its own: who takes it here waits for that, on the device."""
     fake, (worker0, worker1) = pair
-    async with acting_as(worker0):
+    with acting_as(worker0):
         for value in range(3):
             with fake.entered([fake.fresh(0)]):
                 rref: aiorpc.RRef[Tensor] = aiorpc.RRef(late(fake, 0, value))
@@ -1080,15 +867,6 @@ async def test_items_are_those_at_the_time_they_were_yielded(
     assert got == [0, 1, 2, 3, 4]
 
 
-async def test_stream_that_is_left_early_keeps_nothing(pair: tuple[FakeCuda, list[Worker]]) -> None:
-    """Items that nobody takes give their memory back (the fixture looks)."""
-    fake, (worker0, _) = pair
-    stream = worker0.stream("worker1", items, late(fake, 0, 0))
-    async for _ in stream:
-        break
-    await stream.aclose()
-
-
 # --- the host on either side ------------------------------------------------------------------------------------------
 
 
@@ -1128,15 +906,6 @@ async def test_host_to_device_and_back(way: str) -> None:
                 result = await worker0.call("worker1", handler, values(7, size))
                 assert result.is_cpu
                 assert torch.equal(result, values(8, size))
-
-
-async def test_host_of_a_worker_without_devices_to_a_device() -> None:
-    """What it sends arrives on the other's device, and comes back to its memory."""
-    with FakeCuda(2, lag=LAG) as fake:
-        async with group({"worker1": {"cpu": 0}}, {}, fake=fake, accelerators=[None, fake]) as (_, (worker0, _)):
-            assert await worker0.call("worker1", places, values(1)) == ["cuda:0"]
-            for size in (1, 1000, 3_000_000):
-                assert torch.equal(await worker0.call("worker1", plus_one, values(7, size)), values(8, size))
 
 
 # --- joining and leaving ----------------------------------------------------------------------------------------------
@@ -1303,18 +1072,6 @@ async def test_a_reference_whose_arguments_cannot_be_sent(way: str) -> None:
 # --- groups of workers ------------------------------------------------------------------------------------------------
 
 
-async def test_threads_that_the_system_does_not_give_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for devices: a tensor goes as soon as there is one, and does not wait for ever."""
-    async with group({"worker1": CROSSED}, {}, way="staging") as (fake, (first, _)):
-        threads = Threads(monkeypatch, r"aiorpc-worker\d-devices-\d+")
-        x = fake.fake_tensor(values(1))
-        answer = first.call("worker1", plus_one, x)
-        await until(lambda: threads.failed >= 2)
-        threads.failures = 0
-        assert is_all(await asyncio.wait_for(answer, LIMIT), 2)
-        del x, answer
-
-
 async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: str) -> None:
     """By the map to each of them; whoever takes the outcomes, all or one by one, finds the values there."""
     async with group({"worker1": CROSSED, "worker2": {0: 0}}, {}, {}, way=way) as (fake, workers):
@@ -1329,126 +1086,3 @@ async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: s
         assert is_all(outcomes["worker1"].result(), 5)
         assert type(outcomes["worker2"].error) is SerializationError
         del outcomes, outcome, sent, other
-
-
-async def twice_async(x: Tensor) -> Tensor:
-    """In three steps."""
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return x + x
-
-
-@pytest.mark.parametrize("handler", [plus_one, twice_async])
-@pytest.mark.parametrize("at", range(6))
-async def test_device_that_refuses_streams_once_is_an_error_of_that_call(
-    way: str, handler: Callable[..., Any], at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever that is: its caller hears of it, what was on its way comes back, and the next call is as any other."""
-    entered = Landing.entered
-    left = -1
-
-    def refused(landing: Landing) -> Any:
-        nonlocal left
-        left -= 1
-        if left == -1:
-            raise RuntimeError("the device is lost")
-        return entered(landing)
-
-    async with group({"worker1": CROSSED}, {}, way=way) as (fake, (worker0, _)):
-        monkeypatch.setattr(Landing, "entered", refused)
-        x = fake.fake_tensor(values(1), 0)
-        await worker0.call("worker1", handler, x)
-        left = at
-        try:
-            await asyncio.wait_for(worker0.call("worker1", handler, x), LIMIT)
-        except TimeoutError:
-            raise AssertionError("nobody answers") from None
-        except Exception as error:
-            assert "the device is lost" in str(error)
-        left = -1
-        assert is_all(await worker0.call("worker1", handler, x), 2)
-        del x
-        await until(lambda: nothing_in_use(fake))
-
-
-async def test_items_whose_device_refuses_a_mark_stay_in_the_queue(way: str) -> None:
-    """Who gets them hears of it, and the next one gets them."""
-    maps: list[dict[str, dict[Any, Any]]] = [{"worker1": CROSSED}, {"worker0": CROSSED}]
-    async with group(*maps, way=way) as (fake, (worker0, worker1)):
-        queue, there = await queue_of(worker0, worker1)
-        for _ in range(2):
-            await there.put({"x": late(fake, 0, 3)})
-        accelerators = worker0._node.accelerators
-        arrival = accelerators.arrival
-
-        def refused(value: Any = None) -> Any:
-            raise RuntimeError("the device is lost")
-
-        for get in (queue.get, lambda: queue.get_many(2)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(accelerators, "arrival", refused)
-                with pytest.raises(RpcError, match="the device is lost"):
-                    await asyncio.wait_for(get(), LIMIT)
-        assert accelerators.arrival == arrival
-        items = await queue.get_many(2)
-        assert [is_all(item["x"], 3) for item in items] == [True] * 2
-        del items
-        queue.close()
-        gc.collect()
-        await until_no_references([worker0, worker1])
-
-
-async def test_gradients_of_a_context_are_right_on_whatever_stream_they_are_used() -> None:
-    """Those that were added up are waited for, and none is written over before the last stream has read it."""
-    async with group({"worker0": {0: 0}}) as (fake, (worker,)):
-        node, leaf = worker._node, torch.zeros(1)
-        node.accelerators._use_index(0)
-        made, summed, user = (fake.fresh(0) for _ in range(3))
-        for attempt in range(20):
-            context = AutogradContext(attempt, torch.empty(0, requires_grad=True))
-            for stream in (made, summed):
-                with fake.entered([stream]):
-                    gradient = late(fake, 0, 2)
-                    context.accumulate([(leaf, gradient)], partial(arrival_of, node, [gradient]))
-                    del gradient
-            gate = threading.Event()
-            if attempt % 2:
-                gate.set()  # who uses them is early, and else late
-            with fake.entered([user]):
-                (got,) = context.gradients().values()
-                fake.machine.enqueue(user, "gate", ready=gate.is_set)
-                result = got + 1
-                del got
-                context.take_back(leaf)
-            with fake.entered([summed]):
-                other = late(fake, 0, 7)  # of the memory of that stream
-            await asyncio.sleep(0.02)
-            gate.set()
-            with fake.entered([user]):
-                assert is_all(result, 5)
-            del result, other
-
-
-async def test_gradients_that_arrive_are_kept_for_the_stream_that_goes_backward() -> None:
-    """Their memory is that of the message's stream."""
-    async with group({"worker0": {0: 0}}) as (fake, (worker,)):
-        node = worker._node
-        node.accelerators._use_index(0)
-        made, user = (fake.fresh(0) for _ in range(2))
-        with fake.entered([made]):
-            gradient = late(fake, 0, 2)
-            arrival = arrival_of(node, [gradient], kept=True)
-        assert arrival is not None
-        gate = threading.Event()
-        with fake.entered([user]):
-            arrival.join()
-            fake.machine.enqueue(user, "gate", ready=gate.is_set)
-            result = gradient + 1
-        del gradient, arrival
-        with fake.entered([made]):
-            other = late(fake, 0, 7)
-        await asyncio.sleep(0.05)
-        gate.set()
-        with fake.entered([user]):
-            assert is_all(result, 3)
-        del result, other

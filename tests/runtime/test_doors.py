@@ -14,10 +14,9 @@ from torch.distributed import HashStore, Store
 import aiorpc
 from aiorpc import PeerLeft, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.errors import NotInitialized
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.ports import free_port
+from tests.runtime.inside import act_as, act_no_more, set_bounds
 from tests.runtime.waiting import LIMIT, until
 
 NO_LIMIT = RpcBackendOptions(rpc_timeout=0)  # else a call's own end would hide that it is waited for
@@ -132,14 +131,14 @@ async def party(kind: str) -> AsyncIterator[Party]:
     """Workers without a limit for calls, queues at the second one, and a name that it publishes."""
     store: Store = HashStore()
     async with cluster(3, dynamic=kind == "free", store=store, options=NO_LIMIT) as (leaver, other, third):
-        leaver._node.engine.bounds = Bounds(grace=0.05)
-        token = current_node.set(other._node)
+        set_bounds(leaver, grace=0.05)
+        token = act_as(other)
         try:
             queues = [aiorpc.Queue[Any]("empty"), aiorpc.Queue("full", maxsize=1), aiorpc.Queue("endless")]
             await queues[1].put(0)
             await other.publish("theirs", 1)
         finally:
-            current_node.reset(token)
+            act_no_more(token)
         await leaver.wait_for(other.name)
         yield Party(leaver, other, third)
 
@@ -167,7 +166,7 @@ def start(actor: str, party: Party, make: Callable[[Party], Any], again: Callabl
     """Have a task or a thread of the program begin that again and again; the error that it ends with."""
 
     async def in_task() -> BaseException:
-        current_node.set(party.leaver._node)
+        act_as(party.leaver)
         try:
             while True:
                 await awaited(make(party))
@@ -178,7 +177,7 @@ def start(actor: str, party: Party, make: Callable[[Party], Any], again: Callabl
             return error
 
     def in_thread() -> BaseException:
-        current_node.set(party.leaver._node)
+        act_as(party.leaver)
         try:
             while True:
                 waited_for(make(party))
@@ -220,9 +219,9 @@ async def test_what_a_program_begins_back_to_back_keeps_nobody(verb: str, actor:
 
 
 async def refill(owner: Worker) -> None:
-    token = current_node.set(owner._node)
+    token = act_as(owner)
     queue = aiorpc.queue("full", owner=owner.name)
-    current_node.reset(token)
+    act_no_more(token)
     with contextlib.suppress(RpcError):
         while True:
             await queue.put(0)
@@ -350,7 +349,7 @@ async def test_who_hosts_the_store_serves_until_the_others_have_gone(
 async def free_host() -> AsyncIterator[tuple[Worker, Worker]]:
     where = f"tcp://127.0.0.1:{free_port()}"
     host = await aiorpc.init("host", init_method=where, options=NO_LIMIT)
-    host._node.engine.bounds = Bounds(grace=0.05)
+    set_bounds(host, grace=0.05)
     guest = await aiorpc.init("guest", init_method=where, options=NO_LIMIT)
     try:
         yield host, guest
@@ -359,31 +358,12 @@ async def free_host() -> AsyncIterator[tuple[Worker, Worker]]:
             await each.shutdown(graceful=False)
 
 
-async def test_a_handler_that_waits_at_a_queue_is_no_wait_of_the_program(gate: Gate) -> None:
-    """The grace is not for what was accepted: that ends in its own time."""
-    async with party("free") as here:
-        call = here.other.call("worker0", get_from, "empty", "worker1")
-        await until(lambda: here.leaver._node.engine.waits and here.leaver.pending_calls()[1:])
-        leaving = asyncio.ensure_future(here.leaver.shutdown())
-        await asyncio.wait((leaving,), timeout=0.2)  # several times the grace
-        assert not leaving.done()
-        token = current_node.set(here.other._node)
-        await aiorpc.queue("empty", owner="worker1").put("item")
-        current_node.reset(token)
-        await asyncio.wait_for(leaving, LIMIT)
-        assert await call == "item"
-
-
-async def get_from(name: str, owner: str) -> Any:
-    return await aiorpc.queue(name, owner=owner).get()
-
-
 async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
     """The block is left at once: `asyncio.run`, which waits for the threads of `to_thread`, comes to its end."""
     ended = threading.Event()
 
     def waits(party: Party) -> None:
-        current_node.set(party.leaver._node)
+        act_as(party.leaver)
         try:
             party.queue("empty").get().wait()
         finally:
@@ -391,9 +371,9 @@ async def test_waits_in_threads_end_when_the_main_program_raises() -> None:
 
     store = HashStore()
     async with cluster(1, dynamic=True, store=store, options=NO_LIMIT) as (owner,):
-        token = current_node.set(owner._node)
+        token = act_as(owner)
         queue: aiorpc.Queue[Any] = aiorpc.Queue("empty")
-        current_node.reset(token)
+        act_no_more(token)
         with pytest.raises(KeyError):
             async with aiorpc.init("leaver", store=store, options=NO_LIMIT) as leaver:
                 waiting = asyncio.ensure_future(asyncio.to_thread(waits, Party(leaver, owner)))

@@ -16,25 +16,18 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import aiorpc
-from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, WorkerClosed
+from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.errors import RendezvousError, UnknownWorker
-from aiorpc.protocol.frames import Frame
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.calls.declared import pack
-from aiorpc.runtime.calls.options import WAITING_CALL
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.group import connecting
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.group import Group
-from aiorpc.runtime.meeting.free import FreeWorld
-from aiorpc.runtime.node import Node
 from aiorpc.testing import cluster
-from aiorpc.transport import connection
 from tests.limits import busy
+from tests.runtime.inside import set_bounds
 from tests.runtime.joining import unheard_of
-from tests.runtime.stores import ROSTER, Stuck, WatchedStore
+from tests.runtime.stores import ROSTER, WatchedStore
 from tests.runtime.waiting import LIMIT, until
 
 
@@ -73,77 +66,6 @@ async def test_workers_come_and_go(store: Store) -> None:
     await third.shutdown()
 
 
-async def test_who_leaves_in_the_midst_of_a_handshake_is_not_taken_for_dead(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other side has said WELCOME and serves the connection: it gets a goodbye over it."""
-    feed, held = connecting._Opening._on_frames, asyncio.Event()
-
-    def later(opening: connecting._Opening, frames: list[Frame]) -> None:
-        if opening.handshake.state is HandshakeState.PROVED:
-            held.set()
-            asyncio.get_running_loop().call_later(0.2, feed, opening, frames)
-        else:
-            feed(opening, frames)
-
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        async with aiorpc.init("short", store=store) as short:
-            monkeypatch.setattr(connecting._Opening, "_on_frames", later)
-            call = short.call("worker0", where)
-            await held.wait()
-            await short.shutdown(graceful=False)
-            outcome: object = (await asyncio.gather(call, return_exceptions=True))[0]
-            assert outcome == "worker0" or isinstance(outcome, WorkerClosed)
-        await until(lambda: names(worker) == ["worker0"])
-        assert not worker._node.group.lost
-
-
-@pytest.mark.parametrize("way", ["cancelled", "shut down"])
-@pytest.mark.parametrize("when", ["while it enters the list", "while it starts"])
-async def test_who_gives_up_joining_is_not_taken_for_dead(
-    store: Store, monkeypatch: pytest.MonkeyPatch, when: str, way: str
-) -> None:
-    """A member that has found it in the list, and waits for it to answer, hears that it has left."""
-    stuck, held = asyncio.Event(), asyncio.Event()
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        events = worker.events()
-        if when == "while it starts":
-
-            async def never(_: Node) -> None:
-                stuck.set()
-                await held.wait()
-
-            monkeypatch.setattr(Node, "start", never)
-        else:
-            join, loop = FreeWorld.join, asyncio.get_running_loop()
-            let_go = threading.Event()
-
-            def entered(*args: Any) -> Any:
-                found = join(*args)
-                loop.call_soon_threadsafe(stuck.set)
-                assert let_go.wait(LIMIT)
-                return found
-
-            monkeypatch.setattr(FreeWorld, "join", entered)
-        late = Worker("late", store=store)
-        joining: asyncio.Future[Worker] = asyncio.ensure_future(late.start())
-        await stuck.wait()
-        call = worker.call("late", where)
-        while not (
-            isinstance(event := await anext(events), aiorpc.events.WorkerJoined) and event.worker.name == "late"
-        ):
-            pass
-        if way == "cancelled":
-            joining.cancel()
-        ending = asyncio.ensure_future(late.shutdown())
-        if when != "while it starts":
-            let_go.set()
-        await asyncio.gather(joining, ending, return_exceptions=True)
-        with pytest.raises(PeerLeft, match="late"):
-            await asyncio.wait_for(call, LIMIT)
-        assert not worker._node.group.lost
-
-
 async def test_a_call_to_a_name_not_there_yet_waits_for_it(store: Store) -> None:
     """The call is made when the worker has joined; so are those behind it, in order."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
@@ -162,27 +84,6 @@ async def test_it_waits_within_its_deadline(store: Store) -> None:
         assert time.monotonic() - start < 5 * busy()
         async with aiorpc.init("late", store=store):
             assert await worker.call("late", where) == "late"
-
-
-async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(store: Store) -> None:
-    """A reference to one of its values may bring its id before its name is found: calls keep deadline and end."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        copy = HashStore()  # it meets the worker's group there, and its name is not found at the worker's store
-        for key in (ROSTER, "aiorpc/salt", "aiorpc/1/secret", "aiorpc/generation"):
-            if store.check([key]):
-                copy.set(key, store.get(key).decode())
-        short, long = (worker.peer("late", timeout=timeout).call(for_ever) for timeout in (0.5, 0))
-        known_by_id = worker._node.peers.by_id(7)
-        async with aiorpc.init("late", rank=7, store=copy):
-            await until(lambda: "late" in names(worker))
-            assert worker._node.peers.find("late") is known_by_id
-            assert await worker.call("late", where) == "late"
-            assert {call.function for call in worker.pending_calls()} == {f"{__name__}:for_ever"}
-            with pytest.raises(RpcTimeout, match=r"'late'.*no connection"):
-                await asyncio.wait_for(short, LIMIT)
-            assert len(worker.pending_calls()) == 1
-        await worker.shutdown(graceful=False)
-        assert isinstance(long.exception(), WorkerClosed)
 
 
 async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) -> None:
@@ -256,23 +157,6 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
             assert [item async for item in stream] == [1, 2]
 
 
-async def test_a_newcomer_is_found_though_it_was_not_heard_of(store: Store) -> None:
-    """Before a name is refused the store is looked at: who took it may not have come to say so."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        old = await aiorpc.init("phoenix", store=store)
-        assert await worker.call("phoenix", where) == "phoenix"
-        await old._drop()
-        await until(lambda: names(worker) == ["worker0"])
-        known = worker._node.group.on_joined
-        worker._node.group.on_joined = lambda record: None  # type: ignore[method-assign]  # what newcomers say is lost
-        try:
-            async with aiorpc.init("phoenix", store=store):
-                worker._node.group.on_joined = known  # type: ignore[method-assign]  # as it was
-                assert await worker.call("phoenix", where) == "phoenix"
-        finally:
-            worker._node.group.on_joined = known  # type: ignore[method-assign]  # as it was
-
-
 async def test_a_name_that_was_never_seen_is_waited_for_once(store: Store) -> None:
     """For `newcomer_grace` seconds from the first call on; the error says who is there. Others may go on waiting."""
     options = RpcBackendOptions(newcomer_grace=0.2)
@@ -339,82 +223,6 @@ async def test_names_of_a_store_that_does_not_answer_leave_nothing_behind() -> N
         await until(lambda: left() <= UNMET + 1)
 
 
-async def test_a_call_to_who_is_met_while_the_store_says_nothing_does_not_wait_for_that() -> None:
-    """The newcomer makes itself known, wherever this worker looks for it."""
-    inner = HashStore()
-    stalled, stuck = WatchedStore(inner), Stuck()
-    entered: list[str] = []
-
-    def look(operation: str, keys: tuple[str, ...]) -> None:
-        entered.append(operation)
-        stuck(operation, keys)
-
-    async with cluster(1, dynamic=True, store=stalled) as (worker,):
-        stalled.look = look
-        try:
-            call = worker.call("late", where)
-            await until(lambda: len(entered) >= 2)  # the look for it, and that for newcomers
-            async with aiorpc.init("late", store=inner):
-                assert await asyncio.wait_for(call, LIMIT / 2) == "late"
-        finally:
-            stuck.open.set()
-
-
-async def test_who_has_a_peer_that_is_let_go_of_can_call_it(store: Store) -> None:
-    """A thread may have found it just before: its calls have their deadlines, find their worker, and end with ours."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        peers = worker._node.peers
-        found = {name: peers.find(name) for name in ("late", "later", "never")}
-        for number in range(2 * UNMET):
-            peers.find(f"nobody{number}")
-        assert all(peers.find(name) is not peer for name, peer in found.items())
-
-        def call(name: str, timeout: float) -> aiorpc.Future[str]:
-            return found[name].call(where, (), None, timeout, options=WAITING_CALL)
-
-        late, short, never = call("late", 0.0), call("never", 0.05), call("never", 0.0)
-        assert {call.worker for call in worker.pending_calls()} == {"late", "never"}
-        with pytest.raises(RpcTimeout, match="'never'"):
-            await asyncio.wait_for(short, LIMIT)
-        async with aiorpc.init("late", store=store):
-            assert await asyncio.wait_for(late, LIMIT) == await worker.call("late", where) == "late"
-            assert await call("late", LIMIT) == "late"
-        async with aiorpc.init("later", store=store):
-            assert await call("later", LIMIT) == await worker.call("later", where) == "later"
-        await worker.shutdown(graceful=False)
-        assert isinstance(never.exception(), WorkerClosed)
-
-
-async def test_a_name_that_is_let_go_of_still_tells_who_bore_it(store: Store) -> None:
-    """As long as it is known how that one has gone."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        async with aiorpc.init("phoenix", store=store):
-            assert await worker.call("phoenix", where) == "phoenix"
-        for _ in range(2):
-            with pytest.raises(PeerLeft, match=r"phoenix .* shut down. That was .* s ago, and no other .* joined"):
-                await asyncio.wait_for(worker.call("phoenix", where), LIMIT)
-            for number in range(2 * UNMET):
-                worker._node.peers.find(f"nobody{number}")
-
-
-async def test_who_waits_in_vain_is_told_for_whom(store: Store) -> None:
-    """In words of joining, and not of what the runtime calls; also in a thread."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        with pytest.raises(RpcTimeout, match=r"^worker 'late' has not joined within 0.05 s$") as caught:
-            await worker.wait_for("late", timeout=0.05)
-        assert (caught.value.worker, caught.value.function, caught.value.seconds) == ("late", "wait_for", 0.05)
-        with pytest.raises(RpcTimeout, match=r"^worker 'late' has not joined within 0.05 s$"):
-            await asyncio.to_thread(worker.wait_for("late", timeout=0.05).wait)
-        cancelled = worker.wait_for("late", timeout=0)
-        assert cancelled.cancel()
-        await until(lambda: not worker._node.peers.find("late").pending.calls)
-        async with aiorpc.init("late", store=store):
-            peers, over = worker._node.peers, RpcTimeout("as the call has it", worker="late", seconds=0.5)
-            assert await worker.call("late", where) == "late"
-            told = str(peers.not_come(peers.find("late"), over))
-            assert told.startswith("late (rank 1, pid") and "has joined, and has not answered within 0.5 s" in told
-
-
 async def test_waiting_for_a_worker_that_is_there_or_cannot_come() -> None:
     """Whoever is there is told at once, in a thread too; a group of fixed size has whom it has."""
     async with cluster(2) as workers:
@@ -428,28 +236,6 @@ async def test_waiting_for_a_worker_that_is_there_or_cannot_come() -> None:
 
 async def waits() -> aiorpc.WorkerInfo:
     return await aiorpc.wait_for("worker1", timeout=5)
-
-
-async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Store) -> None:
-    """Between its goodbye and the end of its leaving a worker is still listed; calls wait for the next of its name."""
-    watched, slow = WatchedStore(store), WatchedStore(store)
-    looks: list[str] = []
-    async with cluster(1, dynamic=True, store=watched) as (worker,):
-        worker._node.engine.bounds = Bounds(serving_pause=60.0)
-        old = await aiorpc.init("phoenix", store=slow)
-        assert await worker.call("phoenix", where) == "phoenix"
-        slow.look = stuck = Stuck()
-        leaving = asyncio.ensure_future(old.shutdown(graceful=False))
-        await until(lambda: "phoenix" not in names(worker))
-        watched.look = lambda operation, keys: looks.append(operation)
-        call = worker.peer("phoenix", wait=True).call(where)
-        await until(lambda: looks.count("get") > 1)
-        assert old._node.engine.record.incarnation in store.get(ROSTER).decode()
-        stuck.open.set()
-        await leaving
-        async with aiorpc.init("phoenix", store=store) as new:
-            assert await asyncio.wait_for(call, LIMIT) == "phoenix"
-            assert await asyncio.wait_for(worker.call("phoenix", where), LIMIT) == "phoenix" and new.id != old.id
 
 
 async def test_a_rank_is_used_once(store: Store) -> None:
@@ -508,7 +294,7 @@ async def test_what_leaving_waits_for_is_told(store: Store, caplog: pytest.LogCa
     go_on = _go_on["it"] = asyncio.Event()
     async with cluster(1, dynamic=True, store=store) as (worker,):
         guest = await aiorpc.init("guest", store=store)
-        guest._node.engine.bounds = Bounds(told=0.05)
+        set_bounds(guest, told=0.05)
         theirs, ours = worker.call("guest", once_told), guest.call("worker0", once_told)
         await until(lambda: guest.statistics().calls_running == worker.statistics().calls_running == 1)
         leaving = asyncio.ensure_future(guest.shutdown())
@@ -522,32 +308,6 @@ async def test_what_leaving_waits_for_is_told(store: Store, caplog: pytest.LogCa
 
 def text(size: int) -> str:
     return "x" * size
-
-
-@pytest.mark.parametrize("reads", [True, False], ids=["reads later", "never reads"])
-async def test_leaving_waits_until_answers_are_read(store: Store, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that is busy gets what its calls came to; one that reads nothing for `rpc_timeout` keeps nobody."""
-    monkeypatch.setattr(connection, "CLOSING", 0.01)
-    options = RpcBackendOptions(rpc_timeout=LIMIT if reads else 0.2)
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        guest = await aiorpc.init("guest", store=store, options=options)
-        assert await worker.call("guest", text, 1) == "x"
-        link = worker._node.peers.find("guest").link
-        assert link is not None
-        link.connection.pause()  # as if its loop had other work
-        calls = [worker.call("guest", text, 200_000) for _ in range(100)]
-        await until(lambda: guest.statistics().calls_served == 101 and not guest.statistics().calls_running)
-        leaving = asyncio.ensure_future(guest.shutdown())
-        if reads:
-            await asyncio.wait([leaving], timeout=0.1)
-            assert not leaving.done()
-            link.connection.resume()
-        await asyncio.wait_for(leaving, LIMIT)
-        for call in calls:
-            if reads:
-                assert len(await call) == 200_000
-            else:
-                call._mark_seen()
 
 
 _go_on: dict[str, asyncio.Event] = {}
@@ -604,19 +364,6 @@ async def test_a_call_with_a_reference_is_refused_for_who_has_not_joined(store: 
             with pytest.raises(UnknownWorker, match=r"'there' has not joined yet.*Nothing was sent; wait first"):
                 call()
         assert worker.statistics().calls_pending == 0
-
-
-async def test_who_is_asked_for_by_name(store: Store) -> None:
-    """One that has not joined is unknown, whatever references do; one that has gone is told as a call tells it."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        with pytest.raises(UnknownWorker, match=r"^worker 'late' has not joined yet.*has worker0\. To wait") as caught:
-            worker.get_worker_info("late")
-        assert "reference" not in str(caught.value)
-        async with aiorpc.init("late", store=store) as late:
-            assert worker.get_worker_info("late") == late.info
-        await until(lambda: names(worker) == ["worker0"])
-        with pytest.raises(PeerLeft, match=r"late \(rank 1.*has shut down"):
-            worker.get_worker_info("late")
 
 
 async def test_references_to_workers_that_joined_later(store: Store) -> None:

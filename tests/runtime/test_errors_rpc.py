@@ -400,17 +400,6 @@ class Refused:
         return raise_it, (aiorpc.Overloaded("no room"),)
 
 
-async def test_a_module_that_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the worker."""
-    module = types.ModuleType("aiorpc_tests_gone")
-    exec("def function(): ...", module.__dict__)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    call = pair[0].call("worker1", module.function)
-    monkeypatch.delitem(sys.modules, module.__name__)
-    with pytest.raises(aiorpc.RpcUsageError, match=r"worker 'worker1' cannot import it: No module named"):
-        await call
-
-
 async def for_a_moment() -> str:
     await asyncio.sleep(0.02)
     return "moment"
@@ -425,21 +414,6 @@ async def test_an_error_in_unpickling_at_the_caller_settles_that_call(pair: list
     with pytest.raises(RpcError, match=r"cannot be read here.*bad state"):
         await bad
     assert [await before, await after] == ["moment", 3]
-
-
-async def test_a_large_message_that_cannot_be_read(pair: list[Worker]) -> None:
-    """The same for those that are unpickled in the pool."""
-    big = ["x" * 100] * 2000
-    for handler in (take, take_async):
-        with pytest.raises(SerializationError, match=r"cannot be read on worker 'worker1': ValueError: bad state"):
-            await pair[0].call("worker1", handler, [BadState("value"), [text + str(i) for i, text in enumerate(big)]])
-    with pytest.raises(RpcError, match="cannot be read here"):
-        await pair[0].call("worker1", give_large)
-    assert await pair[0].call("worker1", len, "abc") == 3
-
-
-def give_large() -> Any:
-    return [BadState("value"), [str(i) * 100 for i in range(2000)]]
 
 
 async def test_an_exception_that_cannot_be_unpickled_comes_as_text(pair: list[Worker]) -> None:
@@ -463,7 +437,6 @@ async def bad_items() -> Any:
 
 async def test_a_module_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the module; nothing else is touched."""
-    import types
 
     module = types.ModuleType("nowhere_to_be_found")
     exec("def f(): return 1", module.__dict__)
@@ -511,22 +484,3 @@ async def test_a_failed_call_leaves_nothing_to_the_garbage_collector(pair: list[
         assert (await fail())() is None
     finally:
         gc.enable()
-
-
-async def test_a_failed_call_that_its_frame_holds_is_collected(pair: list[Worker]) -> None:
-    """``future.wait()`` in the frame that has the future makes a cycle; the collector can free it."""
-    import weakref
-
-    class Local:
-        pass
-
-    def fail() -> weakref.ref[Local]:
-        local = Local()
-        future = pair[0].call("worker1", raise_simple)
-        with contextlib.suppress(Simple):
-            future.wait()
-        return weakref.ref(local)
-
-    watch = await asyncio.to_thread(fail)
-    gc.collect()
-    assert watch() is None

@@ -20,7 +20,7 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.testing import cluster
-from aiorpc.transport.connection import Connection
+from tests.runtime.inside import breakable
 from tests.runtime.waiting import until
 from tests.tiers import examples
 
@@ -266,8 +266,7 @@ async def break_lines_until(stop: asyncio.Event, chance: random.Random) -> None:
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), chance.uniform(0.02, 0.1))
-        lines = [each for each in rpc.current()._node.engine.connections if isinstance(each, Connection)]
-        lines = [each for each in lines if each.lasting is not None and not each.suspended and each.on_suspended]
+        lines = breakable(rpc.current())
         if lines and not stop.is_set():
             chance.choice(lines).break_off(1.0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, Worker
 from aiorpc.errors import RpcError
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.test_resumption import away
 from tests.runtime.waiting import until
 
@@ -37,7 +36,7 @@ async def error_of(call: Any) -> BaseException:
 async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(transport: str) -> None:
     """In a star members are connected with the leader alone, so nobody else is told of a goodbye."""
     async with cluster(3, options=options(transport)) as (_, leaver, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
+        set_bounds(caller, refused=0.02)
         await leaver.shutdown(graceful=False)
         error = await error_of(caller.peer("worker1", timeout=0).call(abs, -3))
         assert isinstance(error, PeerLeft) and "worker1" in str(error)
@@ -45,48 +44,13 @@ async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(t
         assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerLeft)
 
 
-@TRANSPORTS
-async def test_who_leaves_in_the_midst_of_a_handshake_is_not_lost(transport: str) -> None:
-    """The handshake is cut; that it was that of a worker that leaves stands in the store."""
-    async with cluster(3, options=options(transport)) as (_, leaver, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
-        for sock in leaver._node.listeners.sockets():  # whoever connects waits, as with a busy process
-            leaver.loop.remove_reader(sock.fileno())
-        call = asyncio.ensure_future(caller.peer("worker1", timeout=0).call(abs, -3))
-        await until(lambda: len(caller._node.engine.connections) >= 2)
-        await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(call), PeerLeft) and caller._node.group.lost == {}
-
-
 async def test_who_has_died_is_lost_whatever_the_store_says_of_others() -> None:
     """Nothing of it stands there, as nothing does where the store does not answer: that is waited for shortly."""
     async with cluster(4, options=options("unix")) as (_, leaver, dead, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
+        set_bounds(caller, refused=0.02)
         await leaver.shutdown(graceful=False)
         await dead._drop()
         assert isinstance(await error_of(caller.peer("worker2", timeout=0).call(abs, -3)), PeerLost)
-
-
-async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is asked for a bounded time."""
-    opened = threading.Event()
-    async with cluster(3, options=options("unix")) as (_, dead, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02, farewell=0.02)
-        monkeypatch.setattr(caller._node.rendezvous, "has_left", lambda _: opened.wait(LONG) and False)
-        await dead._drop()
-        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLost)
-        opened.set()
-
-
-async def test_a_store_that_answers_a_packet_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is lost on the way there is sent again after a second; the worker has left, and is not lost."""
-    async with cluster(3, options=options("unix")) as (_, leaver, caller):
-        caller._node.engine.bounds = Bounds(refused=0.02)
-        has_left, late = caller._node.rendezvous.has_left, threading.Event()
-        monkeypatch.setattr(caller._node.rendezvous, "has_left", lambda record: late.wait(1.2) or has_left(record))
-        await leaver.shutdown(graceful=False)
-        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLeft)
-        assert caller._node.group.lost == {}
 
 
 @pytest.mark.parametrize("sign", ["the line is given up", "its process ends"])
@@ -127,19 +91,6 @@ async def test_a_free_group_tells_who_has_left_from_who_was_struck_off() -> None
     await until(lambda: [each.name for each in rendezvous.members()] == ["a"])
     assert rendezvous.has_left(left) and not rendezvous.has_left(lost)
     await a.shutdown()
-
-
-@pytest.mark.parametrize("opener", [0, 1])
-async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker_has_left(opener: int) -> None:
-    """It was too busy to write one in the time that leaving may take; the store has heard of it."""
-    async with cluster(3, options=options("unix")) as (_, leaver, other):
-        caller, called = (leaver, other) if opener == 0 else (other, leaver)
-        assert await caller.call(called.name, abs, -3) == 3
-        leaver._node.rendezvous.say_farewell(leaver._node.engine.record)
-        await leaver._drop()
-        await until(lambda: other._node.group.is_gone(leaver._node.engine.record))
-        assert other._node.group.lost == {}
-        assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerLeft)
 
 
 async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:

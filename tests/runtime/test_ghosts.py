@@ -7,9 +7,7 @@ import contextlib
 import gc
 
 import pytest
-from torch.distributed import HashStore
 
-import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, Worker
 from aiorpc.errors import UnknownWorker
 from aiorpc.protocol.frames import Kind, encode_frame
@@ -65,20 +63,6 @@ async def test_references_to_workers_that_have_not_been_heard_of_share_a_look() 
             with pytest.raises(RpcError, match=r"no worker 10\d in the group"):
                 await ghost
         assert await workers[1].call("worker0", len, "abc") == 3
-
-
-async def test_a_worker_whose_id_was_invented_can_join_all_the_same() -> None:
-    """That nobody had the id once is not remembered."""
-    store = HashStore()
-    async with cluster(2, dynamic=True, store=store) as workers:
-        ghost = receive(workers[0], 2, 1)
-        await until(lambda: not workers[0]._node.references.counts().pending)
-        with pytest.raises(RpcError, match="no worker 2 in the group"):
-            await ghost
-        async with aiorpc.init("late", store=store) as late:
-            assert late.id == 2
-            assert await workers[0].call("late", len, "abc") == 3
-            assert await late.call("worker0", len, "abc") == 3
 
 
 async def test_values_that_are_waited_for_by_their_creator_go_with_it() -> None:
@@ -189,7 +173,7 @@ async def test_references_of_a_call_that_is_not_run_are_its_own_trouble(caplog: 
         call = call_of("no.such.module:function")
         before = workers[0].statistics().calls_failed
         call.payload.references = [passed]
-        say(calling(workers[1], "worker0"), Kind.CALL, 1 << 40, call)
+        say(calling(workers[1], "worker0"), "CALL", 1 << 40, call)
         await until(lambda: workers[0].statistics().calls_failed > before)
         assert await workers[1].call("worker0", len, "abc") == 3
     loop.set_exception_handler(None)

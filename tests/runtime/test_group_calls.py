@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import threading
-import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,12 +23,10 @@ from aiorpc import (
     Worker,
 )
 from aiorpc.errors import GroupError, SerializationError, UnknownWorker
-from aiorpc.runtime.fanout.options import count_of
 from aiorpc.testing import Faults, cluster
 from aiorpc.types import Outcome
 from tests.runtime.waiting import until, until_no_references
 
-_holds: dict[str, threading.Event] = {}
 _stopped: list[str] = []
 _caller: list[Worker] = []
 
@@ -123,12 +118,6 @@ async def test_iterating_ends_with_what_awaiting_raises(four: list[Worker]) -> N
         async for name, _ in four[0].group("worker*", quorum=4).call(fail_at, "worker1"):
             seen.append(name)
     assert "worker1" in seen
-
-
-@pytest.mark.parametrize(("share", "members", "count"), [(0.3, 10, 3), (0.28, 25, 7), (1.0, 3, 3), (1e-12, 5, 1)])
-def test_a_share_asks_for_so_many_members(share: float, members: int, count: int) -> None:
-    """Rounded up, for at least one; what a float of it is too much does not count."""
-    assert count_of(share, members) == count
 
 
 async def test_a_quorum_does_not_wait_for_the_rest(four: list[Worker]) -> None:
@@ -256,35 +245,6 @@ async def test_bad_input_is_refused_before_anything_is_sent(
     assert all(worker.statistics().calls_made == 0 for worker in trio)
 
 
-async def test_arguments_are_encoded_once(four: list[Worker]) -> None:
-    """However many members there are; also before there are connections, and for a function that goes by value."""
-    counted = Counted()
-    assert len((await four[0].group("worker*").call(with_name, counted)).values()) == 4
-    assert len((await four[0].group("worker*").call(lambda value: 1, counted)).values()) == 4
-    assert len((await four[0].group("worker[12]").call(with_name, [counted, torch.ones(3000)])).values()) == 2
-    assert counted.pickled == 3
-
-
-class Counted:
-    """Counts how often it is pickled."""
-
-    pickled = 0
-
-    def __reduce__(self) -> Any:
-        self.pickled += 1
-        return Counted, ()
-
-
-async def test_functions_have_their_number_at_each_member(four: list[Worker]) -> None:
-    """Members that have come to know functions in another order get each its own."""
-    await four[0].call("worker2", with_name, 1)
-    await four[0].call("worker3", hang_at)
-    for _ in range(3):
-        outcomes = await four[0].group("worker*").call(fail_at, "worker1")
-        assert list(outcomes.answers) == ["worker0", "worker2", "worker3"]
-        assert (await four[0].group("worker*").call(name_of)).values() == [worker.name for worker in four]
-
-
 async def test_references_go_to_each_member(four: list[Worker]) -> None:
     """What is bound to one receiver is written for each of them, and nothing stays referred to."""
 
@@ -339,57 +299,6 @@ async def test_too_many_calls_are_refused_for_the_member_that_has_them() -> None
         assert type(outcomes["worker2"].error) is aiorpc.Overloaded
         for call in held:
             call.cancel()
-
-
-@pytest.mark.parametrize("retries", [0, 1])
-async def test_what_was_answered_goes_with_the_outcomes(four: list[Worker], retries: int) -> None:
-    """And not when the garbage collector comes by: large tensors are in memory that others lend."""
-    call = four[0].group("worker*", retries=retries).call(with_name, torch.ones(600_000))
-    outcomes = await call
-    kept = weakref.ref(outcomes[1].value[1])  # type: ignore[index]
-    gone = weakref.ref(call)
-    quorum = four[0].group("worker*", quorum=2).call(hang_at, "worker1")
-    await quorum
-    early = weakref.ref(quorum)
-    await until(lambda: _stopped == ["worker1"])
-    gc.disable()
-    try:
-        del call, outcomes, quorum
-        await until(lambda: (gone(), kept(), early()) == (None, None, None))
-    finally:
-        gc.enable()
-
-
-async def test_an_error_that_is_raised_from_outcomes_keeps_nothing_alive(four: list[Worker]) -> None:
-    """Its traceback leads to the call, and the call to its outcomes: that circle is collected."""
-    gone: list[weakref.ref[Any]] = []
-
-    async def use() -> None:
-        call = four[0].group("worker*").call(fail_at, "worker1")
-        outcomes = await call
-        gone.extend((weakref.ref(call), weakref.ref(outcomes)))
-        with contextlib.suppress(ValueError):
-            raise outcomes["worker1"].error or AssertionError
-
-    await use()
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-
-
-async def test_torchs_helpers_see_the_outcomes(four: list[Worker]) -> None:
-    """Of a call that is over, and of one that is not, in threads; callbacks are given the call itself."""
-    group = four[0].group("worker*")
-
-    def body() -> None:
-        calls = [group.rpc_async(name_of), group.rpc_async(with_name, (1,)), group.rpc_async(fail_at, ("worker1",))]
-        first, second, third = torch.futures.wait_all(calls)  # type: ignore[arg-type]  # torch types it for Futures of its own
-        assert [str(error) for error in third.errors.values()] == ["worker1"]
-        assert first.values() == [worker.name for worker in four]
-        assert len(second.values()) == 4
-        assert len(calls[0].then(lambda done: done.value().values()).wait()) == 4
-        assert len(torch.futures.collect_all(calls).wait()) == 3  # type: ignore[arg-type]  # as above
-
-    await asyncio.to_thread(body)
 
 
 @pytest.mark.parametrize("looks", ["not", "at one", "as they come", "quorum"])

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import sys
 import threading
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from aiorpc import (
     Future,
     RpcBackendOptions,
     RpcError,
-    RpcTimeout,
     RpcUsageError,
     Worker,
     async_execution,
@@ -112,37 +110,6 @@ def deferred_then(to: str, x: int) -> Any:
     return aiorpc.rpc_async(to, Box.static, (x,)).then(lambda done: done.value() + 1)
 
 
-_waiting: list[Future[Any]] = []
-_over = threading.Event()
-
-
-async def wait_for_the_end() -> None:
-    while not _over.is_set():  # noqa: ASYNC110  # set in another thread
-        await asyncio.sleep(0.01)
-
-
-@async_execution  # type: ignore[type-var]
-def not_deferred() -> int:
-    return 3
-
-
-@async_execution
-def deferred_coroutine() -> Any:
-    return hands_back_a_coroutine()
-
-
-@async_execution
-def deferred_error() -> Future[int]:
-    future: Future[int] = Future()
-    future.set_exception(KeyError("later"))
-    return future
-
-
-@async_execution
-def raises_at_once() -> Future[int]:
-    raise KeyError("at once")
-
-
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,28 +118,6 @@ async def test_def_runs_in_a_thread_and_async_def_on_the_loop(pair: list[Worker]
     assert (await pair[0].call("worker1", thread_name)).startswith("aiorpc-worker1-")
     assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
     assert await pair[0].call("worker1", hands_back_a_coroutine) == threading.get_ident()
-
-
-async def test_a_task_that_ends_before_it_begins_leaves_no_coroutine(pair: list[Worker]) -> None:
-    """As where a loop ends with calls that have just come: Python warns of a coroutine that was never awaited."""
-    loop = asyncio.get_running_loop()
-
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **more)
-        if coroutine.__name__ == "_run_coroutine":
-            task.cancel()
-        return task
-
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        loop.set_task_factory(make)
-        try:
-            with pytest.raises(RpcTimeout):
-                await pair[0].peer(pair[1].name, timeout=0.3).call(loop_thread)
-        finally:
-            loop.set_task_factory(None)
-        gc.collect()
-    assert not [str(each.message) for each in warned]
 
 
 async def test_handlers_run_beside_each_other(pair: list[Worker]) -> None:
@@ -213,33 +158,6 @@ async def test_one_caller_leaves_threads_to_others() -> None:
             assert not entered.acquire(False)
             release.set()
             assert await asyncio.gather(*blocking) == [True] * 8
-
-
-async def test_what_one_caller_looks_up_leaves_threads_to_others() -> None:
-    """A property runs as a handler does, also of the value of a reference."""
-    async with cluster(3, options=RpcBackendOptions(num_worker_threads=2)) as workers:
-        with held() as (entered, release):
-            workers[2].serve("looked-up", LookedUp())
-            box = workers[0].peer("worker2").object("looked-up")
-            ref = await workers[0].remote("worker2", LookedUp).rpc_async().itself()
-            blocking = [box.held(1) for _ in range(4)] + [ref.rpc_async().held(1) for _ in range(4)]
-            for _ in range(2):
-                await asyncio.to_thread(entered.acquire, True, 30)
-            assert await workers[1].call("worker2", len, "abc") == 3
-            release.set()
-            assert await asyncio.gather(*blocking) == [1] * 8
-
-
-class LookedUp:
-    """To look for its method takes long."""
-
-    @property
-    def held(self) -> Any:
-        hold_thread()
-        return abs
-
-    def itself(self) -> Any:
-        return aiorpc.RRef(self)
 
 
 async def test_callers_take_turns_with_threads() -> None:
@@ -323,22 +241,6 @@ async def test_async_execution_of_functions_static_and_class_methods(pair: list[
 async def test_async_execution_may_chain_calls(trio: list[Worker]) -> None:
     """A handler may return ``rpc_async(...).then(...)``; it gives its thread up meanwhile."""
     assert await trio[0].call("worker1", deferred_then, "worker2", 5) == 11
-
-
-async def test_errors_of_async_execution(pair: list[Worker]) -> None:
-    """An error in the Future, one raised at once, and a result that is no Future are the caller's errors."""
-    with pytest.raises(KeyError, match="later"):
-        await pair[0].call("worker1", deferred_error)
-    with pytest.raises(KeyError, match="at once"):
-        await pair[0].call("worker1", raises_at_once)
-    with pytest.raises(
-        RpcUsageError, match=r"must return a torch\.futures\.Future.*not_deferred.*int.*@rpc.async_execution"
-    ):
-        await pair[0].call("worker1", not_deferred)
-    with pytest.raises(
-        RpcUsageError, match=r"must return .*deferred_coroutine returned coroutine; .*@rpc.async_execution"
-    ):
-        await pair[0].call("worker1", deferred_coroutine)
 
 
 async def test_a_thousand_pending_deferred_calls_hold_no_thread() -> None:
@@ -446,36 +348,6 @@ async def test_methods_through_a_reference(pair: list[Worker]) -> None:
     assert await box.remote().add_deferred(1) == 11
 
 
-class Patched:
-    """Objects of one class that have each a method of their own."""
-
-    def __init__(self, kind: str = "") -> None:
-        async def asynchronous(x: int) -> int:
-            return x + 100
-
-        def generator(x: int) -> Iterator[int]:
-            yield x
-
-        if kind:
-            self.step = asynchronous if kind == "asynchronous" else generator  # type: ignore[method-assign, assignment]  # as users patch objects
-
-    def step(self, x: int) -> int:
-        return x + 1
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-async def test_a_method_of_an_object_alone_says_nothing_of_its_class(pair: list[Worker], patched_first: bool) -> None:
-    """Each is run in its own way, whichever is called first."""
-    caller = pair[0]
-    for kind in ("asynchronous", "generator") if patched_first else ("", "asynchronous", "generator"):
-        rref = caller.remote("worker1", Patched, kind)
-        if kind == "generator":
-            assert [item async for item in rref.stream().step(1)] == [1]
-        else:
-            assert await rref.rpc_async().step(1) == (101 if kind else 2)
-    assert await caller.remote("worker1", Patched).rpc_async().step(1) == 2
-
-
 async def test_a_blocking_proxy_is_refused_on_the_loop(pair: list[Worker]) -> None:
     """The error names the awaitable; the method was not run."""
     box = pair[0].remote("worker1", Box, 1)
@@ -528,30 +400,11 @@ def descend(names: list[str], depth: int) -> int:
     return 1 + int(aiorpc.rpc_sync(names[depth % len(names)], descend, (names, depth - 1)))
 
 
-async def descend_async(names: list[str], depth: int) -> int:
-    if depth == 0:
-        return 0
-    return 1 + int(await aiorpc.call(names[depth % len(names)], descend_async, names, depth - 1))
-
-
 async def test_blocking_calls_nested_50_deep_finish_with_two_threads() -> None:
     """A thread that waits for a nested call does not count: no deadlock, whatever the depth."""
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=2, rpc_timeout=20)) as workers:
         assert await workers[0].call("worker1", descend, ["worker0", "worker1"], 50) == 50
         await until(lambda: all(worker.statistics().threads_blocked == 0 for worker in workers))
-
-
-async def test_several_deep_chains_at_once_on_threads_of_their_own(apart: list[Worker]) -> None:
-    """Chains from all workers through all workers, blocking and awaited, do not hold each other up."""
-    names = [worker.name for worker in apart]
-    calls = [worker.call(names[0], kind, names, 20) for worker in apart for kind in (descend, descend_async)]
-    assert await asyncio.gather(*calls) == [20] * 6
-
-
-async def test_a_callback_may_make_blocking_calls(pair: list[Worker]) -> None:
-    """``then`` runs in the worker's pool, where it may wait, and knows its worker."""
-    call = pair[0].call("worker1", len, "abc").then(lambda done: aiorpc.rpc_sync("worker1", len, ("x" * done.value(),)))
-    assert await call == 3
 
 
 # --- batched ----------------------------------------------------------------------------------------------------------
@@ -737,40 +590,6 @@ async def test_a_batched_function_serves_each_worker_by_itself(trio: list[Worker
     assert await asyncio.gather(*later_calls) == ["worker1", "worker2"]
 
 
-async def test_batched_methods_gather_for_each_object(pair: list[Worker]) -> None:
-    """Through references: each object has batches of its own."""
-    one, other = pair[0].remote("worker1", Box, 10), pair[0].remote("worker1", Box, 20)
-    calls = [box.rpc_async().both(x) for x in range(3) for box in (one, other)]
-    assert await asyncio.gather(*calls) == [10, 20, 11, 21, 12, 22]
-
-
-@pytest.mark.parametrize("name", ["one", "one_async"])
-async def test_one_batch_of_a_function_runs_at_once(pair: list[Worker], name: str) -> None:
-    """The calls that come meanwhile are gathered, and run in batches that are as large as they may be."""
-    box = pair[0].remote("worker1", Gate)
-    gate = await made_gate()
-    calls = [getattr(box.rpc_async(), name)(0)]
-    await until(lambda: gate.running == 1)
-    for x in range(1, 14):
-        calls.append(getattr(box.rpc_async(), name)(x))
-        await pair[0].call("worker1", thread_name)  # so that each has arrived before the next
-    gate.open.set()
-    assert await asyncio.gather(*calls) == list(range(14))
-    assert gate.most == 1
-    assert gate.sizes[0] == 1 and sum(gate.sizes) == 14 and len(gate.sizes) <= 6
-
-
-async def test_more_batches_run_at_once_where_that_is_said(pair: list[Worker]) -> None:
-    """As many as concurrency says, although more threads are free."""
-    box = pair[0].remote("worker1", Gate)
-    gate = await made_gate()
-    calls = [box.rpc_async().three(x) for x in range(8)]
-    await until(lambda: gate.running == 3 and not pair[1].statistics().jobs_queued)
-    gate.open.set()
-    assert await asyncio.gather(*calls) == list(range(8))
-    assert gate.most == 3
-
-
 async def test_a_worker_leaves_while_batches_wait_for_their_turn() -> None:
     """Their callers are told, and nothing of them runs later."""
     async with cluster(2) as workers:
@@ -856,52 +675,6 @@ async def test_timeout_and_task_group_work_in_handlers(pair: list[Worker]) -> No
     assert await pair[0].call("worker1", handler) == "done"
 
 
-async def made_by_the_loop() -> bool:
-    return asyncio.current_task() in _made
-
-
-_made: list[asyncio.Task[Any]] = []
-
-
-async def test_the_loops_task_factory_makes_handlers(pair: list[Worker]) -> None:
-    """They are plain tasks on every Python: none takes a step before the loop's next turn."""
-
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        _made.append(asyncio.Task(coroutine, loop=loop, **options))
-        return _made[-1]
-
-    loop = asyncio.get_running_loop()
-    loop.set_task_factory(make)
-    try:
-        assert await pair[0].call("worker1", made_by_the_loop)
-    finally:
-        loop.set_task_factory(None)
-        _made.clear()
-
-
-async def test_tasks_that_end_as_they_are_made_leave_nothing(pair: list[Worker]) -> None:
-    """As with `asyncio.eager_task_factory`: the handler has ended before its worker has the task."""
-
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        if coroutine.__name__ != "_run_coroutine":
-            return asyncio.Task(coroutine, loop=loop, **options)
-        done: asyncio.Future[None] = loop.create_future()
-        done.set_result(None)
-        with contextlib.suppress(StopIteration):
-            coroutine.send(None)
-        return done
-
-    loop, tasks = asyncio.get_running_loop(), pair[1]._node.engine.tasks.alive
-    assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
-    before = set(tasks)
-    loop.set_task_factory(make)
-    try:
-        assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
-        assert tasks <= before
-    finally:
-        loop.set_task_factory(None)
-
-
 async def test_threads_end_with_their_worker() -> None:
     """After shutdown no thread of the pool is left."""
     before = set(threading.enumerate())
@@ -912,20 +685,3 @@ async def test_threads_end_with_their_worker() -> None:
         return [thread for thread in set(threading.enumerate()) - before if "aiorpc" in thread.name]
 
     await asyncio.to_thread(wait_until, lambda: not ours())
-
-
-async def test_whoever_is_told_of_errors_cannot_keep_the_answer(
-    pair: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    """`on_handler_error` gets the handler's error; an error of its own is logged, and the caller has its answer."""
-    told: list[BaseException] = []
-
-    def tell(error: BaseException) -> None:
-        told.append(error)
-        raise OSError("nobody reads this")
-
-    pair[1]._node.engine.on_handler_error = tell
-    with pytest.raises(ZeroDivisionError):
-        await pair[0].call("worker1", divmod, 1, 0)
-    await until(lambda: "on_handler_error of worker worker1 raised" in caplog.text)
-    assert [type(error) for error in told] == [ZeroDivisionError]

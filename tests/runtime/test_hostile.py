@@ -204,16 +204,6 @@ async def test_errors_that_raise_when_touched(
     assert "was lost" not in caplog.text and "could not be handled" not in caplog.text
 
 
-@pytest.mark.parametrize("raised", [ValueError, SystemExit, GeneratorExit])
-async def test_errors_that_raise_when_touched_on_one_loop(pair: list[Worker], raised: type[BaseException]) -> None:
-    """The same where caller and callee share the loop of the program."""
-    for place, way in itertools.product(hostile.PLACES, WAYS):
-        error = await error_of(start(pair[0], way, FAILING[way], hostile.make, place, raised))
-        assert issubclass(type(error), (RpcError, hostile.Hostile)), (place, way)
-        del error
-    await works_on(pair)
-
-
 @pytest.mark.parametrize("raised", [ValueError, *EXITS])
 async def test_errors_that_raise_when_touched_in_blocking_calls(own: list[Worker], raised: type[BaseException]) -> None:
     """The thread that waits reads the answer itself, and gets the error; the next call works."""
@@ -243,15 +233,6 @@ async def test_results_whose_pickling_exits(
     assert raised.__name__ in str(error) and "from pickling" in str(error)
     assert ("to_here" if way == "remote" else function.__name__) in str(error)  # type: ignore[attr-defined]
     await works_on(own)
-
-
-@pytest.mark.parametrize("raised", [SystemExit, GeneratorExit])
-async def test_results_whose_pickling_exits_on_one_loop(pair: list[Worker], raised: type[BaseException]) -> None:
-    """The same on the loop of the program; Ctrl-C is another matter there."""
-    for way in WAYS:
-        error = await error_of(start(pair[0], way, GIVING[way], hostile.Bomb, raised))
-        assert isinstance(error, SerializationError) and raised.__name__ in str(error)
-    await works_on(pair)
 
 
 @pytest.mark.parametrize("raised", EXITS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
 import logging
 import re
 import signal
@@ -13,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,115 +77,6 @@ def test_a_blocked_loop_is_reported_once_with_handler_and_place(run: Run, caplog
     assert "options.dedicated_loop" in text
 
 
-def blocks_without_a_handler(watch: LoopMonitor) -> Callable[[], Coroutine[Any, Any, None]]:
-    async def main() -> None:
-        watch._loop = asyncio.get_running_loop()
-        watch.start()
-        await asyncio.sleep(0)
-        block_for(BLOCKED)
-        await until(lambda: watch.blocked_count > 0)
-        watch.stop()
-
-    return main
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_advice_fits_a_loop_that_no_handler_blocks(caplog: pytest.LogCaptureFixture, apart: bool) -> None:
-    """A step of the program is told to run in a thread; dedicated_loop is no advice where the loop has one already."""
-    with asyncio.Runner() as loop:
-        watch = LoopMonitor(loop.get_loop(), interval=0.02, warn_after=0.1, describe=str, apart=lambda: apart, name="t")
-        loop.run(blocks_without_a_handler(watch)())
-    (text,) = warnings(caplog)
-    assert text.startswith("worker t: the event loop has been blocked for")
-    assert "`def` handler" not in text and "in a thread" in text and "block_for" in text
-    assert ("options.dedicated_loop" in text) is not apart
-    assert ("by no handler" if apart else "by a step of the program's own") in text
-
-
-def test_imports_that_block_the_loop_are_named_as_that_and_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever handler runs: they come in any program on a busy machine. What else blocks the loop is still told."""
-    for name in ("slow_to_import_a", "slow_to_import_b"):
-        (tmp_path / f"{name}.py").write_text(f"import time\ntime.sleep({BLOCKED})\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    async def main() -> None:
-        watch = monitor()
-        watch.start()
-        await asyncio.sleep(0)
-        for count, block in enumerate((import_a, import_b, block_for_long)):
-            block()
-            await until(lambda count=count: watch.blocked_count > count)  # type: ignore[misc]  # bound here
-        watch.stop()
-
-    asyncio.run(main())
-    first, second = warnings(caplog)
-    assert "by the import of slow_to_import_a" in first and "no fault of a handler" in first
-    assert "by call 7 of slow" in second
-
-
-def block_for_long() -> None:
-    block_for(BLOCKED)
-
-
-def import_a() -> None:
-    importlib.import_module("slow_to_import_a")
-
-
-def import_b() -> None:
-    importlib.import_module("slow_to_import_b")
-
-
-def test_a_collection_that_blocks_the_loop_is_named_as_that_and_once(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It lets no other thread run, and shows in no frame: the collector counts it."""
-    size, spent = 1_000_000, 0.0
-    while spent < 0.3:
-        start = time.thread_time()
-        3**size
-        spent, size = time.thread_time() - start, size * 2
-
-    class Slow:
-        """What takes long to be collected, within the collector."""
-
-        __del__ = partial(pow, 3, size // 2)
-
-    async def main() -> None:
-        watch = monitor()
-        watch.start()
-        await until(lambda: watch.lag_mean > 0)
-        for count in range(2):
-            cycle: list[Any] = [Slow()]
-            cycle.append(cycle)
-            del cycle
-            gc.collect()
-            await until(lambda count=count: watch.blocked_count > count)  # type: ignore[misc]  # bound here
-        watch.stop()
-
-    run(main)
-    (text,) = warnings(caplog)
-    assert "by a garbage collection" in text
-
-
-def test_each_blockage_is_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """After the loop ran again, the next blockage is news."""
-
-    async def main() -> None:
-        watch = monitor()
-        watch.start()
-        await asyncio.sleep(0)  # it measures from the loop's next turn on
-        block_for(BLOCKED)
-        await until(lambda: watch.blocked_count >= 1)
-        block_for(BLOCKED)
-        await until(lambda: watch.blocked_count >= 2)
-        watch.stop()
-
-    run(main)
-    assert len(warnings(caplog)) == 2
-
-
 def test_a_handler_that_holds_the_interpreter_lock_is_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """One long C call stops the watchdog too; the processor time it used tells it from a stopped process."""
 
@@ -229,23 +117,6 @@ def test_a_healthy_loop_is_never_reported(run: Run, caplog: pytest.LogCaptureFix
     assert warnings(caplog) == []
 
 
-def test_without_warnings_there_is_no_thread(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """warn_after=0 measures the lag and starts no thread."""
-
-    async def main() -> None:
-        watch = monitor(warn_after=0.0)
-        watch.start()
-        assert watchers() == []
-        await asyncio.sleep(0)  # it measures from the loop's next turn on
-        block_for(BLOCKED)
-        await until(lambda: watch.lag_max > 0.1)
-        watch.stop()
-        assert watch.blocked_count == 0
-
-    run(main)
-    assert warnings(caplog) == []
-
-
 def test_stop_ends_timer_and_thread(run: Run) -> None:
     """After stop nothing ticks and no thread is left; stop again is nothing; start begins anew."""
 
@@ -269,45 +140,6 @@ def test_stop_ends_timer_and_thread(run: Run) -> None:
         assert watch.lag_max == before
 
     run(main)
-
-
-def test_a_describer_that_fails_does_not_hide_the_blockage(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """The warning comes, and says that the handler is not known."""
-
-    def describe() -> str:
-        raise KeyError("nobody")
-
-    async def main() -> None:
-        watch = monitor(describe=describe)
-        watch.start()
-        await asyncio.sleep(0)  # it measures from the loop's next turn on
-        block_for(BLOCKED)
-        await until(lambda: watch.blocked_count > 0)
-        watch.stop()
-
-    run(main)
-    (text,) = warnings(caplog)
-    assert "an unknown handler (KeyError while asking)" in text
-
-
-@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_loop_that_does_not_run_is_not_blocked(
-    factory: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between two run_until_complete (a notebook) nothing is late, and the thread ends with the loop."""
-    loop = factory()
-    watch = LoopMonitor(loop, interval=0.02, warn_after=0.1, describe=lambda: "nobody", name="t")
-    watch.start()
-    loop.run_until_complete(asyncio.sleep(0.05))
-    time.sleep(0.3)  # the time in which the loop does not run is what is tested
-    loop.run_until_complete(asyncio.sleep(0.05))
-    assert watch.blocked_count == 0
-    assert watch.lag_max < 0.3
-    (thread,) = watchers()
-    loop.close()
-    thread.join(5)
-    assert not thread.is_alive()
-    assert warnings(caplog) == []
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,17 +19,13 @@ from aiorpc import PeerLeft, RpcBackendOptions, RpcError, RpcUsageError, Worker,
 from aiorpc.errors import RendezvousError
 from aiorpc.events import WorkerLeft
 from aiorpc.protocol.frames import REPLY
-from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.calls.values import LARGE_PICKLE
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.observing import Passage
-from aiorpc.runtime.engine.pool import ThreadPool
-from aiorpc.runtime.group.indirect_probe import IndirectProbe
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from aiorpc.types import ShutdownReport
+from aiorpc.types import ShutdownReport, WorkerState
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import seen, standing_still
-from tests.runtime.stores import ROSTER, Stuck, WatchedStore
+from tests.runtime.stores import Stuck, WatchedStore
 from tests.runtime.waiting import until, wait_until
 
 LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
@@ -69,10 +63,6 @@ async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
-def do_nothing() -> None:
-    pass
-
-
 async def leave() -> ShutdownReport:
     return await aiorpc.current().shutdown(graceful=False)
 
@@ -108,7 +98,7 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read() -> None:
     in_its_frame = RpcBackendOptions(shared_memory=0, min_bulk_bytes=1 << 40)
     async with cluster(2, options=[in_its_frame, APART]) as pair:
         assert await pair[0].call("worker1", abs, -3) == 3
-        pair[0]._node.engine.bounds = Bounds(connections=0.05)
+        set_bounds(pair[0], connections=0.05)
         connections = list(pair[0]._node.engine.connections)
         with standing_still(pair[1]):
             call = pair[0].call("worker1", torch.numel, LARGE)
@@ -129,31 +119,10 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> 
         answers += 1
         return answers > 5
 
-    pair[0]._node.engine.bounds = Bounds(poll=0.02)
+    set_bounds(pair[0], poll=0.02)
     with seen(pair[1], passes):
         reports = await asyncio.gather(*(each.shutdown() for each in pair))
     assert answers > 6 and [report.timed_out for report in reports] == [False, False]
-
-
-async def test_a_member_that_hears_no_poll_keeps_the_group_together(gate: Gate) -> None:
-    """Its calls to itself are seen by nobody else: no answer for several polls does not say that there are none."""
-    async with cluster(2, options=[RpcBackendOptions(), APART]) as pair:
-        pair[0]._node.engine.bounds = Bounds(poll=0.02)
-        assert await pair[0].call("worker1", abs, -3) == 3
-        call = pair[1].call("worker1", wait_at_the_gate)
-        await until(lambda: gate.entered)
-        leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
-        await until(lambda: len(pair[0]._node.group.departure.entered) == 2)
-        with standing_still(pair[1]):
-            before = pair[0].statistics().messages_sent
-            # A poll is a call, and the word that nobody waits for its answer any more.
-            await until(
-                lambda: pair[0].statistics().messages_sent >= before + 8 or any(each.done() for each in leaving)
-            )
-            assert not any(each.done() for each in leaving)
-        gate.open.set()
-        await call
-        assert [report.timed_out for report in await asyncio.gather(*leaving)] == [False, False]
 
 
 async def test_work_that_does_not_end_keeps_nobody_for_ever(
@@ -188,26 +157,6 @@ async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> No
         assert reports == [ShutdownReport(lost=(workers[dead].info,))] * 3
 
 
-async def test_all_who_leave_together_report_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader lets them go while they ask a member, of whom it says that it is lost, whether it is there."""
-    let_go = asyncio.Event()
-    ask = IndirectProbe.is_together
-
-    async def asks_for_long(self: IndirectProbe, *args: Any) -> bool:
-        await let_go.wait()
-        return await ask(self, *args)
-
-    monkeypatch.setattr(IndirectProbe, "is_together", asks_for_long)
-    async with cluster(3) as workers:
-        assert await workers[2].call("worker0", abs, -1) == 1
-        await workers[2]._drop()
-        leaving = [asyncio.ensure_future(worker.shutdown()) for worker in workers[:2]]
-        await leaving[0]
-        let_go.set()
-        reports = await asyncio.gather(*leaving)
-        assert [[each.name for each in report.lost] for report in reports] == [["worker2"], ["worker2"]]
-
-
 async def test_a_bound_on_the_wait_for_those_who_work_on() -> None:
     """`shutdown_timeout` is the timeout of a shutdown that has none of its own."""
     async with cluster(2, options=RpcBackendOptions(shutdown_timeout=0.1)) as (a, b):
@@ -228,29 +177,6 @@ async def test_who_leaves_before_the_leader_has_heard_of_it_is_not_waited_for() 
     assert await asyncio.wait_for(leader.shutdown(), LONG) == ShutdownReport()
 
 
-async def test_a_call_whose_next_try_is_being_written_is_under_way(gate: Gate) -> None:
-    """While its arguments are pickled nobody owes its answer: the worker is not idle even so, and does not leave."""
-    options = [RpcBackendOptions(max_pending_calls=1), RpcBackendOptions()]
-    async with cluster(2, dynamic=True, options=options) as (worker, _):
-        assert await worker.call("worker1", abs, -3) == 3
-        await until(lambda: worker._node.peers.find("worker1").refusal() is None)  # what follows the answer is sent
-        held = worker.call("worker1", for_ever)
-        call = worker.peer("worker1", timeout=0, retries=9, backoff=(1000, 1000)).call(str, PickledAtTheGate())
-        (paused,) = worker._node.retries.paused
-        held.cancel()
-        await until(lambda: worker._node.peers.find("worker1").refusal() is None)
-        paused.pause_over()
-        await until(lambda: gate.entered)
-        assert not worker.is_idle()
-        leaving = asyncio.ensure_future(worker.shutdown())
-        await asyncio.wait((leaving,), timeout=0.1)
-        assert not leaving.done()
-        gate.open.set()
-        assert await asyncio.wait_for(call, LONG) == "0"
-        assert not worker._node.retries.calls
-        assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
-
-
 async def test_a_call_whose_answer_is_being_unpickled_is_under_way(gate: Gate) -> None:
     """A large answer is unpickled in the background: until that is done the worker is not idle, and does not leave."""
     async with cluster(2, dynamic=True) as (worker, _):
@@ -261,30 +187,8 @@ async def test_a_call_whose_answer_is_being_unpickled_is_under_way(gate: Gate) -
         await asyncio.wait((leaving,), timeout=0.1)
         assert not leaving.done()
         gate.open.set()
-        assert await asyncio.wait_for(call, LONG) == 2 * LARGE_PICKLE
+        assert await asyncio.wait_for(call, LONG) == 200_000
         assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
-
-
-@pytest.mark.parametrize("end", ["value", "error"])
-async def test_who_has_an_answer_that_was_unpickled_finds_its_worker_idle(end: str) -> None:
-    """The call does not count any more by the time that its Future is done, whatever that has."""
-    async with cluster(1) as (worker,):
-        for _ in range(20):
-            call = worker.call("worker0", large, end)
-            if end == "value":
-                assert len((await call)[0]) == 2 * LARGE_PICKLE
-            else:
-                with pytest.raises(RpcError, match="cannot be read here"):
-                    await call
-            assert not worker.statistics().calls_pending
-
-
-class PickledAtTheGate:
-    """Is pickled when the gate is open, and arrives as 0."""
-
-    def __reduce__(self) -> Any:
-        wait_at_the_gate()
-        return int, ()
 
 
 class Unpickled:
@@ -294,7 +198,7 @@ class Unpickled:
         self.function = function
 
     def __reduce__(self) -> Any:
-        return self.function, (bytes(2 * LARGE_PICKLE),)
+        return self.function, (bytes(200_000),)
 
 
 def unpickled_at_the_gate() -> Any:
@@ -306,51 +210,22 @@ def len_at_the_gate(data: bytes) -> int:
     return len(data)
 
 
-def large(end: str) -> Any:
-    return Unpickled(in_a_list if end == "value" else is_not_read)
-
-
-def in_a_list(data: bytes) -> list[bytes]:
-    return [data]
-
-
-def is_not_read(data: bytes) -> None:
-    raise ValueError(len(data))
-
-
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------
 
 
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    pair[1]._node.engine.bounds = Bounds(tasks=0.05)
+    set_bounds(pair[1], tasks=0.05)
     with pytest.raises(PeerLeft, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
     assert pair[1]._node.engine.pool.threads == 0 and not os.path.exists(pair[1]._node.engine.record.unix_path)
 
 
-async def test_no_thread_is_there_once_a_worker_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its handlers, nor of what it does beside them: whoever forks next, or counts threads, finds none."""
-    end = ThreadPool._leave
-
-    def slowly(pool: ThreadPool, wake: Any) -> None:
-        end(pool, wake)
-        threading.Event().wait(0.3 if "background" in threading.current_thread().name else 0.1)
-
-    monkeypatch.setattr(ThreadPool, "_leave", slowly)
-    async with cluster(2) as workers:
-        assert await workers[0].call("worker1", abs, -1) == 1
-        for worker in workers:
-            worker._node.engine.in_background(do_nothing)
-    threads = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in threads if name.startswith("aiorpc-worker")]
-
-
 async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate: Gate) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
     a = await alone()
-    a._node.engine.bounds = Bounds(threads=0.1)
+    set_bounds(a, threads=0.1)
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
@@ -393,25 +268,6 @@ async def test_a_shutdown_at_once_ends_a_graceful_one_that_waits(begun: bool) ->
             await call
 
 
-async def test_of_two_that_wait_for_a_shutdown_the_one_that_is_cancelled_is_alone() -> None:
-    """Also while it waits for a handshake with a member that stands still: the other one gets the report."""
-    async with cluster(2, options=[RpcBackendOptions(), APART]) as workers:
-        worker = workers[0]
-        worker._node.engine.bounds = Bounds(opening=LONG)
-        await until(lambda: worker._node.services)
-        with standing_still(workers[1]):
-            before = len(worker._node.engine.connections)
-            call = worker.call("worker1", abs, -3)
-            await until(lambda: len(worker._node.engine.connections) > before)
-            waiting = [asyncio.ensure_future(worker.shutdown(graceful=False)) for _ in range(2)]
-            await until(lambda: worker.leaving)
-            waiting[0].cancel()
-            cancelled, report = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LONG)
-        assert isinstance(cancelled, asyncio.CancelledError)
-        assert report == await worker.shutdown() == ShutdownReport()
-        assert isinstance(call.exception(), WorkerClosed)
-
-
 async def test_a_block_of_a_worker_that_was_awaited_before_is_the_end_of_it() -> None:
     """As `async with await connect()` is of other libraries; a worker that is in its block already has one alone."""
     async with await aiorpc.init("alone", rank=0, world_size=1, store=HashStore()) as worker:
@@ -421,21 +277,6 @@ async def test_a_block_of_a_worker_that_was_awaited_before_is_the_end_of_it() ->
     assert worker.state is WorkerState.CLOSED
     with pytest.raises(RpcUsageError, match="was started before"):
         await worker.__aenter__()
-
-
-def test_a_worker_that_runs_on_another_loop_is_not_entered_here(tmp_path: Path) -> None:
-    """It could not be left at the end of the block."""
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
-    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-
-    async def enter() -> None:
-        with pytest.raises(RpcUsageError, match="was started before"):
-            await aiorpc.current().__aenter__()
-
-    try:
-        asyncio.run(enter())
-    finally:
-        aiorpc.shutdown()
 
 
 async def test_shutdown_again_with_a_loop_of_its_own() -> None:
@@ -464,27 +305,6 @@ async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: p
             await joining
     assert not path.exists() and a.closed
     assert not caplog.records
-
-
-async def test_init_that_is_cancelled_in_the_turn_in_which_it_has_joined_leaves() -> None:
-    """Nobody has the worker then, so nobody could shut it down: it says goodbye itself, and is closed."""
-    store = HashStore()
-    async with cluster(1, dynamic=True, store=store) as (first,):
-        late, loop = aiorpc.init("late", store=store), asyncio.get_running_loop()
-        joining = asyncio.ensure_future(late.start())
-
-        def cancel_once_joined() -> None:
-            if late.state is WorkerState.RUNNING:
-                assert joining.cancel()
-            elif not joining.done():
-                loop.call_soon(cancel_once_joined)
-
-        cancel_once_joined()
-        with pytest.raises(asyncio.CancelledError):
-            await joining
-        assert late.state is WorkerState.CLOSED
-        await until(lambda: [info.name for info in first.worker_infos()] == ["worker0"])
-        assert not first._node.group.lost
 
 
 async def test_init_with_a_loop_of_its_own_that_is_cancelled_as_it_has_joined_leaves(
@@ -552,19 +372,6 @@ async def test_a_block_that_is_cancelled_again_and_again_is_left_behind_the_end_
         assert not caplog.records
 
 
-async def test_whoever_is_cancelled_while_another_one_gives_up_joining_hears_that() -> None:
-    """And not that the worker was shut down, which a timeout around it would take for an error."""
-    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
-    joining = asyncio.ensure_future(a.start())
-    await until(lambda: a.state is WorkerState.STARTING)
-    leaving = asyncio.ensure_future(a.shutdown())
-    await asyncio.sleep(0)
-    joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
-    assert await leaving == ShutdownReport() and a.state is WorkerState.CLOSED
-
-
 async def give_up_once_joining(worker: Worker, in_place: Callable[[], object]) -> None:
     """Begin to start it, and give up once it has its place among the members."""
     joining = asyncio.ensure_future(worker.start())
@@ -610,14 +417,6 @@ async def test_init_that_is_given_up_leaves_nobody_in_a_group_without_a_size() -
     await until(lambda: not rendezvous_threads())
 
 
-async def test_events_of_a_worker_that_has_left_are_over() -> None:
-    """Whoever begins to listen after the end hears nothing, and does not wait."""
-    a = await alone()
-    await a.shutdown()
-    async with asyncio.timeout(LONG):
-        assert [event async for event in a.events()] == []
-
-
 # --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
@@ -632,7 +431,7 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
     """Its process is stopped, say: leaving is bounded all the same, and says so."""
     store, stuck = WatchedStore(), Stuck()
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        worker._node.engine.bounds = Bounds(store=0.1)
+        set_bounds(worker, store=0.1)
         store.look = stuck
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
         assert stuck.entered.is_set() and worker.closed
@@ -656,31 +455,6 @@ async def test_leaving_waits_for_what_is_under_way_at_the_store() -> None:
         assert not rendezvous_threads()
 
 
-async def test_nobody_looks_at_a_store_that_has_gone() -> None:
-    """torch logs every look at it, and it does not come back. What it has for now is no reason to look no more."""
-    store = WatchedStore()
-    looks: list[str] = []
-
-    def note(operation: str, keys: tuple[str, ...]) -> None:
-        looks.append(operation)
-
-    def go(operation: str, keys: tuple[str, ...]) -> None:
-        looks.append("in vain")
-        raise RuntimeError("it has gone")
-
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        worker._node.engine.bounds = Bounds(serving_pause=0.001)
-        roster = store.inner.get(ROSTER).decode()
-        store.inner.set(ROSTER, "what nobody can read")
-        store.look = note
-        await until(lambda: looks.count("get") >= 3)
-        store.inner.set(ROSTER, roster)
-        store.look = go
-        await until(lambda: "in vain" in looks)
-        await asyncio.sleep(0.05)
-        assert looks.count("in vain") == 1
-
-
 async def test_without_the_store_unknown_workers_cannot_be_found() -> None:
     """The error names who is missing and why; the worker itself is well."""
 
@@ -696,37 +470,6 @@ async def test_without_the_store_unknown_workers_cannot_be_found() -> None:
         with pytest.raises(RendezvousError, match=why):
             worker.remote("nobody", dict)
         assert await worker.call("worker0", abs, -3) == 3
-
-
-async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nowhere to make one; the worker that could not join is closed."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # where a socket's path has room
-        monkeypatch.setattr(tempfile, "tempdir", f"{short}/gone")
-        worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
-        with pytest.raises(RendezvousError, match=r"worker 'a' has no directory for its sockets: .*gone"):
-            await worker
-    assert worker.closed
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("listen_unix", "worker 'a' cannot have a socket in /.*No space"),
-    ],
-)
-async def test_a_directory_without_room_is_an_error_of_ours(
-    what: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a disk that is full, or a quota that is used up; the error names the place, and the worker is closed."""
-
-    def fail(*_: object) -> object:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(sockets, what, fail)
-    worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
-    with pytest.raises(RendezvousError, match=text):
-        await worker
-    assert worker.closed
 
 
 async def test_shutdown_while_it_joins_gives_that_up() -> None:
@@ -752,21 +495,6 @@ async def test_shutdown_from_another_loop_is_refused_while_it_joins() -> None:
     with pytest.raises(RpcUsageError, match="another loop"):
         await asyncio.to_thread(lambda: asyncio.run(a.shutdown()))
     joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
-    assert a.state is WorkerState.CLOSED
-
-
-@pytest.mark.parametrize("way", ["cancelled", "dropped"])
-async def test_a_start_that_is_given_up_in_the_turn_in_which_it_begins_closes_the_worker(way: str) -> None:
-    """Nothing was made yet; it seemed to be starting for ever."""
-    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
-    joining = asyncio.ensure_future(a.start())
-    await asyncio.sleep(0)
-    if way == "dropped":
-        await a._drop()
-    else:
-        joining.cancel()
     with pytest.raises(asyncio.CancelledError):
         await joining
     assert a.state is WorkerState.CLOSED

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy
@@ -19,27 +16,23 @@ import torch
 from msgspec import structs
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
-from aiorpc.channels.bulk import HASTY_SIZE, Bulk
-from aiorpc.protocol.frames import Buffer, Frame, Kind
+from aiorpc.channels.bulk import HASTY_SIZE
+from aiorpc.protocol.frames import Buffer, Kind
 from aiorpc.protocol.messages import ChannelMessage, Parcel
 from aiorpc.protocol.packing import pack
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.group import connecting
-from aiorpc.runtime.links import link, sharing
 from aiorpc.runtime.links.channel_link import PIECES
 from aiorpc.runtime.links.link import Link
-from aiorpc.runtime.links.messages import DEVICE, LINK, MESSAGES, Pipe
+from aiorpc.runtime.links.messages import DEVICE
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 from tests.runtime.bad_member import call_of, say
 from tests.runtime.bad_member import calling as calling_connection
+from tests.runtime.inside import set_bounds
 from tests.runtime.waiting import LIMIT, until, until_no_references
-from tests.transport.ends import meanwhile
 
 MIB = 1 << 20
 MANY = 1000
 UNSENT: Callable[[Connection], int] = vars(Connection)["unsent"].fget
-WINDOW = RpcBackendOptions().stream_window
 COUNT = HASTY_SIZE // 4 + 1000  # of float32: goes in chunks even before there is a connection for them
 MIDDLE = 100_000  # of float32: goes in chunks once there is one
 
@@ -221,17 +214,6 @@ async def test_large_values_arrive_before_and_after_there_is_a_second_connection
         await until_nothing_under_way(*workers)
 
 
-@WAYS
-async def test_the_accepting_side_may_be_first_to_send_chunks(options: RpcBackendOptions) -> None:
-    """A large result of a small call: it asks the other side for the connection."""
-    async with cluster(2, options=options) as workers:
-        assert torch.equal(await workers[0].call("worker1", make, COUNT), large())
-        assert channels(workers[0])["bulk"] == 0 and channels(workers[1])["bulk"] == 1
-        await until(lambda: serving(workers[1]).second.bulk.ready)
-        assert calling(workers[0]).pipe is not calling(workers[0]).connection
-        await until_nothing_under_way(*workers)
-
-
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
@@ -345,21 +327,6 @@ async def test_a_stream_left_in_mid_transfer_leaves_nothing(
     await until_nothing_under_way(*tcp)
 
 
-async def test_a_stream_left_does_not_send_what_waits(
-    monkeypatch: pytest.MonkeyPatch, tcp: list[Worker], served: list[Any]
-) -> None:
-    """Items of which no chunk was written when the consumer left are withdrawn, but for one just being posted."""
-    received = calling(tcp[0]).second.bulk.traffic.received
-    gate = Gate(monkeypatch, serving(tcp[1]), 0)
-    async with tcp[0].stream("worker1", count_for_ever, "ended") as stream:
-        await until(lambda: serving(tcp[1]).second.bulk.sending == WINDOW)
-    await until(lambda: served == ["ended"])
-    gate.release()
-    await until_nothing_under_way(*tcp)
-    assert calling(tcp[0]).second.bulk.traffic.received <= received + 1
-    del stream
-
-
 # --- left -------------------------------------------------------------------------------------------------------------
 
 
@@ -378,15 +345,6 @@ async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> N
     pipe.start()
     assert torch.equal(await call, large(0, MIDDLE))
     await leaving
-
-
-async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list[Worker]) -> None:
-    """What the statistics say was sent never becomes less."""
-    assert torch.equal(await tcp[0].call("worker1", echo, large(0, MIDDLE)), large(0, MIDDLE))
-    link, before = calling(tcp[0]), tcp[0].statistics().bytes_sent
-    await tcp[1].shutdown(graceful=False)
-    await until(lambda: link not in tcp[0]._node.links.all())
-    assert tcp[0].statistics().bytes_sent >= before > large(0, MIDDLE).nbytes
 
 
 # --- failed -----------------------------------------------------------------------------------------------------------
@@ -458,23 +416,6 @@ async def test_a_stream_ends_at_an_item_without_memory(tcp: list[Worker], short:
     await until_nothing_under_way(*tcp)
 
 
-async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One channel has taken its buffer when the next one fails: the call fails, and the first takes it back."""
-    async with cluster(2, options=RpcBackendOptions(shared_memory=4 * MIB)) as workers:
-        await until_sharing(workers)
-        await until(lambda: workers[0]._node.memory.lent == 0)
-
-        def fail(*args: Any) -> Any:
-            raise MemoryError("not now")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Bulk, "send", fail)
-            with pytest.raises(RpcError, match=r"could not be sent: .*not now"):
-                await workers[0].call("worker1", note, large(0, MIDDLE), large(0, 2 * COUNT))
-        await until(lambda: workers[0]._node.memory.lent == 0)
-        assert await workers[0].call("worker1", note, large()) == 1
-
-
 # --- the second connection --------------------------------------------------------------------------------------------
 
 
@@ -508,7 +449,7 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
         async with cluster(2, options=options) as workers:
             await ready(workers)
             for worker in workers:
-                worker._node.engine.bounds = Bounds(pipe_grace=0.05, drain=0.05)
+                set_bounds(worker, pipe_grace=0.05, drain=0.05)
             Gate(monkeypatch, calling(workers[0]), 1)
             call = workers[0].call("worker1", note, large())
             await until(lambda: serving(workers[1]).held)
@@ -517,29 +458,6 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
             link.pipe.abort(ConnectionResetError("cut"))
             await asyncio.wait_for(call, LIMIT)
     assert "worker1" in str(caught.value)
-
-
-@pytest.mark.parametrize("grace", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
-async def test_a_second_connection_that_its_opener_gives_up(monkeypatch: pytest.MonkeyPatch, grace: float) -> None:
-    """It waits for its WELCOME in vain, after the other side has taken it: nothing was on it, and nothing ends."""
-    feed = connecting._Opening._on_frames
-
-    def without_welcome(opening: connecting._Opening, frames: list[Frame]) -> None:
-        if not opening.handshake.pipe or all(frame.kind != Kind.WELCOME for frame in frames):
-            feed(opening, frames)
-
-    async with cluster(2, options=replace(TCP, reconnect_grace=grace)) as workers:
-        await workers[0].call("worker1", note, 0)
-        monkeypatch.setattr(connecting._Opening, "_on_frames", without_welcome)
-        for worker in workers:
-            worker._node.engine.bounds = Bounds(pipe=0.5, pipe_grace=0.05, drain=0.05)
-        call = workers[0].call("worker1", echo, large())
-        await until(lambda: serving(workers[1]).second.attached is not None)
-        assert torch.equal(await asyncio.wait_for(call, LIMIT), large())
-        assert serving(workers[1]).pipe is serving(workers[1]).connection
-        await asyncio.sleep(2 * grace + 0.2)  # what is suspended has ended by then, and the link has not
-        assert await workers[0].call("worker1", note, 1) == 1
-        await until_nothing_under_way(*workers)
 
 
 async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> None:
@@ -553,32 +471,6 @@ async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> 
 
 
 # --- who shares memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("theirs", "why"),
-    [
-        (lambda number: {"user": number, "processes": ""}, "another user"),
-        (lambda number: {"user": None} if number % 2 else {"user": 1}, "another user"),
-        (lambda number: "no descriptor", "does not share memory"),
-        (lambda number: {"user": 1, "processes": f"pid:[{number}]"}, "process namespace"),
-    ],
-)
-async def test_foreign_descriptors_share_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, theirs: Any, why: str
-) -> None:
-    """Of another user or namespace, or unreadable: said once by each worker, and all arrives another way."""
-    numbers = itertools.count()
-    monkeypatch.setattr(sharing, "descriptor", lambda: theirs(next(numbers)))
-    caplog.set_level(logging.INFO, "aiorpc")
-    async with cluster(2) as workers:
-        for seed in range(3):
-            assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-            assert torch.equal(await workers[1].call("worker0", echo, large(seed)), large(seed))
-        said = [message for message in caplog.messages if "no shared memory" in message]
-        assert len(said) == 2 and all(why in message for message in said)
-        assert [channels(worker)["shared memory"] for worker in workers] == [0, 0]
-        assert [worker.statistics().shared_size for worker in workers] == [0, 0]
 
 
 async def test_calls_from_many_threads_keep_their_data() -> None:
@@ -607,24 +499,6 @@ async def test_calls_from_many_threads_keep_their_data() -> None:
             await asyncio.to_thread(thread.join, 30)
         assert failures == []
         await until_nothing_under_way(*workers)
-
-
-async def test_messages_that_threads_read_at_once_are_all_counted(pair: list[Worker]) -> None:
-    """The loop reads one connection of a link, and a thread that waits for its answer the other."""
-    await pair[0].call("worker1", abs, -1)
-    opened = next(each for each in pair[0]._node.links.all() if each.opener)
-    late = [Frame(Kind.ERROR, 1 << 40, b"")]  # the answer of a call that has ended
-
-    def happened(at: int) -> bool:
-        before = opened.messages_received
-        found = meanwhile(
-            partial(opened.on_frames, late), at, lambda _: opened.on_frames(late), link.__file__, signals=True
-        )
-        assert opened.messages_received == before + 1 + found
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 1
 
 
 # --- a member that says what none says --------------------------------------------------------------------------------
@@ -669,16 +543,3 @@ async def test_a_piece_without_its_buffer_ends_the_connection(caplog: pytest.Log
         await until(lambda: [info.name for info in workers[0].worker_infos()] == ["worker0", "worker1"])
         assert "a piece of a tensor that has not one buffer" in caplog.text
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-async def test_why_there_is_no_second_connection_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """The reason is in the words of the other end, which may write no lines of its own."""
-    with caplog.at_level(logging.INFO, "aiorpc"):
-        async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
-            assert await workers[0].call("worker1", abs, -3) == 3
-            link = workers[0]._node.peers.find("worker1").link
-            assert link is not None
-            link.say(LINK, MESSAGES.write(Pipe("none\nERROR all is lost" + 9999 * "x")))
-            await until(lambda: "no second connection" in caplog.text)
-    (said,) = [each for each in caplog.messages if "no second connection" in each]
-    assert "none?ERROR all is lost" in said and said.isprintable() and len(said) < 500

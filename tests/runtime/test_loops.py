@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +21,13 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
 from aiorpc.errors import NotInitialized
-from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.loops import Handed, LoopThread
 from aiorpc.testing import cluster
+from aiorpc.types import WorkerState
 from tests.conftest import LoopFactory
 from tests.limits import busy
 from tests.ports import free_port
 from tests.runtime import hostile
+from tests.runtime.inside import act_as
 from tests.runtime.waiting import LIMIT, until, wait_until
 
 
@@ -121,129 +119,6 @@ def end_the_loop(worker: Worker) -> None:
     assert thread.loop.is_closed()
 
 
-def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
-    """What was handed to it fails, and so does what comes later; nothing waits for ever."""
-    thread = LoopThread("short").start()
-    started = threading.Event()
-
-    async def wait() -> None:
-        started.set()
-        await asyncio.Event().wait()
-
-    def end() -> None:
-        started.wait(LIMIT)
-        thread.loop.call_soon_threadsafe(thread.loop.stop)
-
-    ender = threading.Thread(target=end)
-    ender.start()
-    with pytest.raises(WorkerClosed, match="the loop of worker 'short' has ended"):
-        thread.run(wait())
-    ender.join()
-    with pytest.raises(WorkerClosed):
-        thread.run(wait())
-    thread.close()
-    assert thread.loop.is_closed()
-
-
-def test_nothing_is_begun_on_a_loop_that_comes_to_its_end() -> None:
-    """It would be destroyed in the midst of what it does, and its caller would wait for the end of the loop."""
-    thread = LoopThread("ending").start()
-    ready, tidying, began = threading.Event(), threading.Event(), threading.Event()
-    tried = asyncio.Event()
-
-    async def tidy_up() -> None:
-        ready.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            tidying.set()
-            await tried.wait()
-
-    async def begin() -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    keep.append(asyncio.run_coroutine_threadsafe(tidy_up(), thread.loop))
-    assert ready.wait(LIMIT)
-    thread.loop.call_soon_threadsafe(thread.loop.stop)
-    assert tidying.wait(LIMIT)
-    with pytest.raises(WorkerClosed, match="the loop of worker 'ending' has ended"):
-        thread.run(begin())
-    with contextlib.suppress(RuntimeError):  # it is closed
-        thread.loop.call_soon_threadsafe(tried.set)
-    thread.close()
-    assert not began.is_set() and thread.loop.is_closed()
-
-
-def test_what_a_signal_handler_raises_is_not_taken_for_the_end_of_the_loop() -> None:
-    """A loop that is closed raises a RuntimeError, as the handler may."""
-    thread, began, ended = LoopThread("interrupted").start(), threading.Event(), threading.Event()
-    interrupts = [RuntimeError("of a signal handler")]
-
-    def post(callback: Callable[[], None]) -> None:
-        thread.loop.call_soon_threadsafe(callback)
-        if interrupts:
-            assert began.wait(LIMIT)
-            raise interrupts.pop()
-
-    async def wait() -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    loop: Any = SimpleNamespace(
-        call_soon_threadsafe=post, create_task=thread.loop.create_task, is_closed=thread.loop.is_closed
-    )
-    try:
-        with pytest.raises(RuntimeError, match="of a signal handler"):
-            Handed(wait, loop).wait("the loop has ended")
-        assert ended.is_set()
-    finally:
-        thread.close()
-
-
-@pytest.mark.parametrize("kind", [TimeoutError, SystemExit, KeyboardInterrupt])
-def test_what_a_signal_handler_raises_ends_a_wait_for_a_loop(kind: type[BaseException]) -> None:
-    """Whatever it is, also what waits raise themselves; the coroutine has ended by then, and the loop goes on."""
-    thread, began, ended = LoopThread("waited-for").start(), threading.Event(), threading.Event()
-
-    async def wait() -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    def interrupt() -> None:
-        began.wait(LIMIT)
-        signal.pthread_kill(main, signal.SIGUSR1)
-
-    def handler(*_: object) -> None:
-        raise kind("of a signal handler")
-
-    async def alive() -> bool:
-        return True
-
-    main, before = threading.get_ident(), signal.signal(signal.SIGUSR1, handler)
-    interrupter = threading.Thread(target=interrupt)
-    late = threading.Timer(LIMIT, thread.close)
-    late.start()
-    try:
-        interrupter.start()
-        with pytest.raises(kind, match="of a signal handler"):
-            thread.run(wait())
-        assert ended.is_set()
-        assert thread.run(alive())
-    finally:
-        late.cancel()
-        late.join()
-        interrupter.join()
-        signal.signal(signal.SIGUSR1, before)
-        thread.close()
-
-
 def test_a_shutdown_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     """The worker goes on, with its loop: calls are answered, and it can be shut down as it should be."""
     options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
@@ -258,17 +133,6 @@ def test_a_shutdown_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     finally:
         aiorpc.shutdown()
     assert worker.closed
-
-
-async def test_a_shutdown_that_is_refused_changes_nothing_of_a_dedicated_loop() -> None:
-    """The same for a worker whose loop is in a thread of its own beside the program's."""
-    options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)
-    wrong: Any = "soon"
-    async with cluster(2, options=options) as (first, _):
-        with pytest.raises(aiorpc.RpcUsageError, match="timeout must be a number of seconds"):
-            await first.shutdown(timeout=wrong)
-        assert first.loop.is_running()
-        assert await first.call("worker1", len, "abc") == 3
 
 
 def ctrl_c(_: str = "") -> BaseException:
@@ -375,26 +239,6 @@ def test_verbs_say_that_the_loop_has_ended(loop_factory: LoopFactory, verb: str)
             verbs[verb]()
     run_and_forget(loop_factory)
     assert worker.state is WorkerState.CLOSED
-    aiorpc.shutdown()
-
-
-@pytest.mark.parametrize("verb", ["call", "peer"])
-def test_a_call_on_the_thread_of_a_loop_that_was_closed(loop_factory: LoopFactory, verb: str) -> None:
-    """Also where nobody has noticed the end yet, and the deadline of a call before stands for those that follow."""
-
-    async def main() -> Worker:
-        worker = await aiorpc.init("alone", rank=0, world_size=1, store=HashStore(), options=WATCHED)
-        assert await worker.call("alone", len, "abc") == 3
-        return worker
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        worker = runner.run(main())
-    peer = worker.peer("alone")
-    # Of the worker itself, or of a handle: a verb of the module looks whether the loop is closed.
-    verbs = {"call": lambda: worker.call("alone", len, "abc"), "peer": lambda: peer.call(len, "abc")}
-    with pytest.raises(WorkerClosed, match="its event loop has ended"):
-        verbs[verb]().wait()
-    wait_until(lambda: worker.state is WorkerState.CLOSED and not threads_of(worker))
     aiorpc.shutdown()
 
 
@@ -524,7 +368,7 @@ def test_a_runner_comes_to_its_end_though_a_thread_waits(verb: str, loop_factory
 
 
 def in_context(worker: Worker, function: Callable[[Worker], None]) -> None:
-    current_node.set(worker._node)
+    act_as(worker)
     function(worker)
 
 
@@ -581,29 +425,6 @@ def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
         aiorpc.shutdown()
     assert aiorpc.shutdown() == aiorpc.types.ShutdownReport()
     assert not [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
-
-
-async def test_what_is_cancelled_before_it_has_begun_begins_all_the_same() -> None:
-    """And hears of it there: a shutdown that was cancelled so would leave its worker as it was."""
-    thread, held, heard = LoopThread("busy").start(), threading.Event(), []
-
-    async def hears() -> None:
-        try:
-            await asyncio.sleep(LIMIT)
-        except asyncio.CancelledError:
-            heard.append("cancelled")
-            raise
-
-    thread.loop.call_soon_threadsafe(held.wait, LIMIT)
-    task = asyncio.ensure_future(thread.run_async(hears()))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    held.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert heard == ["cancelled"]
-    thread.close()
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def main(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["__main__"]
     each: Any
     for each in (bump, total, locked, Point):
-        monkeypatch.setattr(each, "__module__", "__main__")
-        monkeypatch.setattr(module, each.__name__, each, raising=False)
+        each.__module__ = "__main__"
+        monkeypatch.setitem(vars(module), each.__name__, each)
     monkeypatch.setitem(STATE, "n", 0)
 
 
@@ -155,19 +155,6 @@ def test_a_script_is_not_imported_again_under_its_module_name(script: Any) -> No
     assert importlib.import_module("served_script") is script
 
 
-@pytest.mark.parametrize("name", ["served_scripts", "no_such_module_here", "math", "tests.served_script"])
-def test_other_modules_are_themselves(script: Any, name: str) -> None:
-    """A name that leads to another file, or to none."""
-    assert not is_main(name)
-
-
-def test_a_copy_that_the_program_has_imported_is_another_module(script: Any) -> None:
-    """A name that the program uses itself goes on meaning what it means there."""
-    copy = importlib.import_module("served_script")
-    assert copy is not script and not is_main("served_script")
-    assert resolve("served_script:predict").function is copy.predict
-
-
 @pytest.mark.parametrize("allow", [["__main__:*"], [aiorpc.exposed]])
 def test_rights_have_the_name_of_the_script(script: Any, allow: Any) -> None:
     """Rules for ``__main__`` hold for what is called by the module's name; one by that name is refused at joining."""
@@ -194,27 +181,3 @@ async def test_without_pickle_they_go_by_name_or_not_at_all(
         async with join_with_other_main("other", options=options):
             error = await raised(stuck)
             assert isinstance(error, SerializationError) and "by value" in str(error) and "bump" in str(error)
-
-
-@pytest.mark.parametrize("same", [True, False])
-async def test_calls_of_threads_while_it_joins(
-    store: Store, join_with_other_main: Callable[..., Worker], same: bool
-) -> None:
-    """Whenever a call is made, its form is the one for the worker that has joined."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        ended = threading.Event()
-
-        def make() -> list[Any]:
-            calls = []
-            while not ended.is_set():
-                calls.append(worker.peer("late", timeout=30).call(bump))
-                ended.wait(0.0005)
-            return calls
-
-        threads = [asyncio.create_task(asyncio.to_thread(make)) for _ in range(2)]
-        async with aiorpc.init("late", store=store) if same else join_with_other_main("late"):
-            assert await worker.call("late", where) == "late"
-            ended.set()
-            calls = [call for made in await asyncio.gather(*threads) for call in made]
-            counts = sorted([await call for call in calls])
-        assert counts == (list(range(1, len(calls) + 1)) if same else [1] * len(calls))

@@ -7,8 +7,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,16 +18,12 @@ from pathlib import Path
 import pytest
 
 import aiorpc
-from aiorpc import PeerLost, RpcBackendOptions, Worker
+from aiorpc import PeerLost, Worker
 from aiorpc.errors import RendezvousError, StoreGone
 from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.meeting import rendezvous
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.stores import serve
-from aiorpc.runtime.meeting.watch import FileWatch
-from tests.limits import busy
-from tests.runtime.stores import Stuck, WatchedStore
 from tests.runtime.test_rendezvous import make_record
 from tests.runtime.waiting import LIMIT, until
 
@@ -81,33 +75,6 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
             await asyncio.gather(a.shutdown(), b.shutdown())
 
 
-async def test_who_has_given_up_a_look_at_the_store_is_found_at_another_one(
-    quick_founding: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A subscription that is closed while it asks who publishes its name ends nothing else that needs the store."""
-    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
-    method = f"tcp://127.0.0.1:{port}"
-    quick_founding(0.01)
-    look_up, asked, answers = Rendezvous.look_up, threading.Event(), threading.Event()
-
-    def look_up_slowly(self: Rendezvous, key: str) -> str | None:
-        asked.set()
-        answers.wait(LIMIT)
-        return look_up(self, key)
-
-    async with aiorpc.init("a", init_method=method) as a:
-        monkeypatch.setattr(Rendezvous, "look_up", look_up_slowly)
-        subscription = aiorpc.subscribe("weights")
-        await until(asked.is_set)
-        await subscription.aclose()
-        answers.set()
-        del store
-        quick_founding(60.0)
-        async with aiorpc.init("b", init_method=method) as b:
-            assert await b.call("a", where) == "a"
-            await a.shutdown()
-
-
 async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """One line, whatever is asked for meanwhile; a name that was never seen ends with StoreGone's reason at once."""
     store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
@@ -122,25 +89,6 @@ async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixtu
         f"worker a: the store at tcp://127.0.0.1:{port} has gone: the process that served it has ended. Members that "
         "know each other go on; joining members find none of them"
     ]
-
-
-@pytest.mark.long
-def test_a_store_that_ends_costs_no_lines_of_torch() -> None:
-    """Whoever looks for somebody at a store that is not there asks no client of torch, which logs a stack each time."""
-    program = """
-import asyncio, aiorpc
-from aiorpc.runtime.meeting.stores import serve
-async def main():
-    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
-    async with aiorpc.init("a", init_method=f"tcp://127.0.0.1:{port}") as a:
-        del store
-        for _ in range(20):
-            try: await a.peer("b", timeout=1).call(len, "")
-            except aiorpc.RpcError: pass
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert len(done.stderr.splitlines()) <= 1, done.stderr
 
 
 def test_another_group_at_the_place_is_not_mixed_with() -> None:
@@ -233,25 +181,6 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
         del store
 
 
-async def test_a_published_name_stays_taken_at_another_store(quick_founding: Callable[[float], None]) -> None:
-    """Its publisher enters its claim there, so that a newcomer that has not heard of it gets no second one."""
-    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
-    method = f"tcp://127.0.0.1:{port}"
-    quick_founding(0.01)
-    async with aiorpc.init("a", init_method=method) as a:
-        await a.publish("weights", 1)
-        del store
-        quick_founding(60.0)
-        async with aiorpc.init("b", init_method=method) as b:
-            claim = await b._node.engine.steps.run(lambda: b._node.rendezvous.look_up("published/weights"))
-            assert claim is not None and a._node.engine.record.incarnation in claim
-            with pytest.raises(aiorpc.RpcUsageError, match="'weights' is published by worker 'a'"):
-                await b.publish("weights", 2)
-            await a.unpublish("weights")
-            await b.publish("weights", 2)
-            await a.shutdown()
-
-
 def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
     """Whoever waits for the others there is told, long before the time is up; torch would wait for minutes."""
     folder = tmp_path / "meet"
@@ -268,28 +197,6 @@ def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
     timer.join()
 
 
-@pytest.mark.long
-def test_a_file_that_is_removed_just_after_the_look_is_told_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is seen by what torch says, which tries to open the file for a while; by itself that would be minutes."""
-    path = tmp_path / "store"
-    opened = Rendezvous.open(f"file://{path}", rank=1, world_size=2, timeout=60.0)
-    gone = FileWatch.gone
-
-    def then_removed(watch: FileWatch) -> str:
-        reason = gone(watch)
-        path.unlink(missing_ok=True)
-        return reason
-
-    monkeypatch.setattr(FileWatch, "gone", then_removed)
-    start = time.monotonic()
-    with pytest.raises(StoreGone, match=r"the store at file://.*store has gone: its file was removed"):
-        opened.look_up("key")
-    assert time.monotonic() - start < 60
-    opened.close()
-
-
 def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:
     """Those who come later would meet at another one."""
     path = tmp_path / "store"
@@ -300,22 +207,6 @@ def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:
     with pytest.raises(StoreGone, match="another file was put in its place"):
         opened.members()
     opened.close()
-
-
-async def test_joining_ends_though_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation of the store that does not return is not waited for: the time of joining is that of the option."""
-    monkeypatch.setattr(lifecycle, "Bounds", partial(Bounds, overtime=0.1))
-    monkeypatch.setattr(lifecycle, "_GIVING_UP", 0.1)
-    store = WatchedStore()
-    store.look = stuck = Stuck()
-    start = time.monotonic()
-    try:
-        with pytest.raises(RendezvousError, match=r"'a' could not join within 0.2 s \(rpc_timeout\)"):
-            await aiorpc.init("a", store=store, options=RpcBackendOptions(rpc_timeout=0.2))
-        assert time.monotonic() - start < 4 * busy()
-    finally:
-        stuck.open.set()
-    await until(lambda: not [each for each in threading.enumerate() if each.name.startswith("aiorpc-a-")])
 
 
 @pytest.mark.parametrize("kind", ["talks first", "answers requests"])
@@ -366,25 +257,4 @@ async def test_a_fixed_group_meets_at_a_store_that_is_there_already() -> None:
         assert not any(worker.hosts_store for worker in workers)
         assert await workers[0].call("w1", where) == "w1"
         await asyncio.gather(*(worker.shutdown() for worker in workers))
-    del store
-
-
-async def test_a_leader_that_did_not_reach_the_store_for_a_while_lets_newcomers_in_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The network that has taken a member may have taken the store with it, and both come back."""
-    caplog.set_level(logging.INFO, "aiorpc")
-    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
-    method = f"tcp://127.0.0.1:{port}"
-    workers = [Worker(f"w{rank}", rank=rank, world_size=2, init_method=method) for rank in range(2)]
-    await asyncio.gather(*(worker.start() for worker in workers))
-    assert await workers[0].call("w1", where) == "w1"
-    workers[0]._node.engine.bounds = Bounds(foreign_pause=0.05)
-    with monkeypatch.context() as away:
-        away.setattr(rendezvous, "listens", lambda place: False)
-        await workers[1]._drop()
-        await until(lambda: any("cannot admit joining members" in message for message in caplog.messages))
-    async with Worker("w1", rank=1, world_size=2, init_method=method) as back:
-        assert await workers[0].call("w1", where) == "w1" and await back.call("w0", where) == "w0"
-        await asyncio.gather(workers[0].shutdown(), back.shutdown())
     del store

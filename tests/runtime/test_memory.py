@@ -7,11 +7,9 @@ import gc
 import logging
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -22,21 +20,14 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import Overloaded, PeerLost, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, Worker
 from aiorpc.channels.arena import Block
-from aiorpc.channels.shared import COLD_SIZE, SharedMemory
-from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.space import PAGE
 from aiorpc.errors import SerializationError
 from aiorpc.options import SHARE_SIZE
-from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links import memory, sharing
-from aiorpc.runtime.links.link import Link
 from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
-from tests.leaks import open_descriptors
+from tests.runtime.inside import set_bounds
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
-from tests.shared_files import named_shared_files
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -53,13 +44,6 @@ def echo(value: Any) -> Any:
 
 async def aecho(value: Any) -> Any:
     return value
-
-
-def total(values: list[Any]) -> int:
-    """Elements of the first tensor, once the reference beside it has been used."""
-    tensor, reference = values
-    assert reference.to_here() == [1]
-    return len(tensor)
 
 
 def drop(*values: Any) -> None:
@@ -353,34 +337,6 @@ async def test_workers_on_loops_of_their_own_share_memory() -> None:
         await until_all_back(*workers)
 
 
-async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the memory of the arguments, which is given back just before it; without a turn of the loop."""
-    options = RpcBackendOptions(dedicated_loop=True)
-    async with cluster(2, options=options) as (worker, other):
-        await warm(worker, other)
-        taken: set[int] = set()
-
-        def on_frames(link: Link, frames: Sequence[Frame], **kwargs: Any) -> None:
-            if (
-                threading.get_ident() != worker._node.engine.thread
-                and threading.get_ident() != other._node.engine.thread
-            ):
-                taken.update(frame.kind for frame in frames)
-            real(link, frames, **kwargs)
-
-        real = Link.on_frames
-        monkeypatch.setattr(Link, "on_frames", on_frames)
-
-        def calls() -> None:
-            end = time.monotonic() + LIMIT  # the loop may come first, if this thread is late
-            while not {PARCEL, RELEASE} <= taken and time.monotonic() < end:
-                assert torch.equal(worker.call(other.name, echo, large()).wait(), large())
-
-        await asyncio.to_thread(calls)
-        assert {PARCEL, RELEASE} <= taken
-        await until_all_back(worker, other)
-
-
 def give_back_what_was_not_lent(to: str) -> int:
     (service,) = [each for each in aiorpc.current()._node.services if each.record.name == to]
     service.link.give_back(SHARED, [Block(0, 4096, 5, 77)], more=True)
@@ -398,71 +354,6 @@ async def test_memory_that_was_not_lent_and_is_given_back_ends_the_connection(bl
 
 
 # --- begins, and falls back -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-async def test_the_very_first_long_tensor_goes_through_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, pair: list[Worker], blocking: bool
-) -> None:
-    """Whoever sends it has a thread that can wait; its answer is given by a handler's thread, which can, too."""
-    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
-    tensor = large(count=COLD_SIZE)
-    if blocking:
-        back = await asyncio.to_thread(lambda: pair[0].call("worker1", echo, tensor).wait())
-    else:
-        back = await pair[0].call("worker1", echo, tensor)
-    assert torch.equal(back, tensor)
-    for worker in pair:
-        traffic = worker.statistics().channels["shared memory"]
-        assert traffic.sent == 1 and not traffic.refused
-    del back
-    await until_all_back(*pair)
-
-
-async def test_who_was_called_has_mapped_memory_before_anything_large_is_sent(pair: list[Worker]) -> None:
-    """The caller's, and not its own; nothing of it takes up memory."""
-    await pair[0].call("worker1", drop)
-    link_to = pair[0]._node.peers.find("worker1").link
-    assert link_to is not None and link_to.channel("shared memory") is not None
-    channel = link_to.channel("shared memory")
-    assert isinstance(channel, SharedMemory)
-    await until(lambda: channel._mapped == {0})
-    assert pair[0].statistics().shared_resident <= PAGE and not channel.borrower.segments
-
-
-async def test_only_so_many_links_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs the other end a descriptor."""
-    monkeypatch.setattr(memory, "MOST_PREPARED", 0)
-    async with cluster(2) as workers:
-        await workers[0].call("worker1", drop)
-        assert workers[0].statistics().shared_size == 0
-        tensor = large(count=COLD_SIZE)
-        assert torch.equal(await asyncio.to_thread(lambda: workers[0].call("worker1", echo, tensor).wait()), tensor)
-        assert workers[0].statistics().channels["shared memory"].sent == 1
-
-
-async def test_workers_that_send_to_each_other_do_not_wait_in_vain(
-    monkeypatch: pytest.MonkeyPatch, pair: list[Worker]
-) -> None:
-    """More first transfers each way than there are background threads, which also map what the other one sends."""
-    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
-    tensor = large(count=COLD_SIZE)
-    for worker in pair:
-        await worker.call(pair[worker is pair[0]].name, drop)
-    async with asyncio.timeout(LIMIT):
-        await asyncio.gather(*(pair[turn % 2].call(f"worker{1 - turn % 2}", drop, tensor) for turn in range(6)))
-    assert all(worker.statistics().channels["shared memory"].sent == 3 for worker in pair)
-    await until_all_back(*pair)
-
-
-async def test_a_loop_of_the_program_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the worker has a loop of its own, the other one is a loop all the same: the bytes go another way."""
-    monkeypatch.setattr(sharing, "MAP_PATIENCE", LIMIT)
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
-        await workers[0].call("worker1", drop)  # before, a thread of the worker's own sends what waits for a connection
-        await workers[0].call("worker1", drop, large(count=COLD_SIZE))
-        traffic = workers[0].statistics().channels["shared memory"]
-        assert traffic.sent == 0 and traffic.refused
 
 
 async def test_the_first_large_message_goes_inline(pair: list[Worker]) -> None:
@@ -530,43 +421,6 @@ async def test_without_shared_memory_on_either_side_the_bytes_travel(without: in
         assert [worker.statistics().channels["shared memory"].sent for worker in workers] == [0, 0]
         assert workers[without].statistics().shared_size == 0
         assert lent(*workers) == 0
-
-
-async def test_files_without_a_name_serve_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the system has no memory files: in AIORPC_SHM_DIR, where nothing is seen or left."""
-
-    def refuse(*args: Any) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setenv("AIORPC_SHM_DIR", str(tmp_path))
-    before = named_shared_files()
-    async with cluster(2, options=RpcBackendOptions(shared_memory=8 * MIB)) as workers:
-        await warm(*workers)
-        assert any(target.startswith(str(tmp_path)) for target in open_descriptors().values())
-        assert os.listdir(tmp_path) == [] and named_shared_files() <= before
-        assert torch.equal(await workers[0].call("worker1", echo, large()), large())
-        await until_all_back(*workers)
-    assert os.listdir(tmp_path) == [] and named_shared_files() <= before
-
-
-async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The system gives none: everything travels by socket, and the reason is in the statistics."""
-
-    def refuse(*args: Any) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setenv("AIORPC_SHM_DIR", str(tmp_path / "missing"))
-    why = "memory: No such file or directory"
-    async with cluster(2) as workers:
-        await workers[0].call("worker1", drop)
-        for seed in range(3):
-            assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-        await until(lambda: workers[0]._node.memory.arena.last_refusal == why)
-        assert torch.equal(await workers[0].call("worker1", echo, large()), large())
-        shared = workers[0].statistics().channels["shared memory"]
-        assert shared.sent == 0 and shared.refused.keys() == {"cold", why}
 
 
 async def test_over_tcp_the_bytes_travel() -> None:
@@ -782,18 +636,6 @@ async def test_streams_that_are_dropped_give_their_memory_back(warmed: list[Work
     await until_all_back(*warmed)
 
 
-async def test_what_cannot_be_sent_leaves_nothing_lent(warmed: list[Worker]) -> None:
-    """A large argument before one that cannot be serialised, or before a body that is too long."""
-    with pytest.raises(SerializationError, match="argument 1 of"):
-        await warmed[0].call("worker1", drop, large(), threading.Lock())
-    assert lent(warmed[0]) == 0 and warmed[0]._node.memory.arena.used == 0
-    peer = warmed[0]._node.peers.find("worker1")
-    peer.max_body = 1000
-    with pytest.raises(SerializationError, match="too large"):
-        await warmed[0].call("worker1", drop, large(), "x" * 2000)
-    assert lent(warmed[0]) == 0 and warmed[0]._node.memory.arena.used == 0
-
-
 async def test_results_that_cannot_be_sent_leave_nothing_lent(warmed: list[Worker]) -> None:
     """The same for the callee."""
     with pytest.raises(SerializationError, match="the result of"):
@@ -840,23 +682,13 @@ async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
     async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
         guest = await Worker("guest", store=store)
         await warm(guest, lender)
-        guest._node.engine.bounds = Bounds(release_pause=60.0)
+        set_bounds(guest, release_pause=60.0)
         value = await guest.call("worker0", make, COUNT)
         assert lent(lender) == value.nbytes
         del value
         assert lent(lender) > 0
         await guest.shutdown()
         await until_all_back(lender)
-
-
-async def test_statistics_after_a_connection_ended_count_once(warmed: list[Worker], keeper: Keeper) -> None:
-    """What the other side keeps stays lent, once; the process is the same, so nothing proves that it let go."""
-    await warmed[0].call("worker1", keep, large())
-    await warmed[1].shutdown(graceful=False)
-    await until(lambda: warmed[0]._node.peers.find(1).gone)
-    await until(lambda: not warmed[0]._node.links.all())
-    assert lent(warmed[0]) == large().nbytes
-    assert torch.equal(keeper.kept[0], large())
 
 
 async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -867,15 +699,6 @@ async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: p
             calls = [workers[0].call("worker1", echo, large()) for _ in range(3)]
             await asyncio.gather(*calls, workers[1].shutdown(graceful=False), return_exceptions=True)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worker]) -> None:
-    """Threads for mapping are gone by then: no error, no broken connection."""
-    channel = next(iter(warmed[1]._node.services)).link.channel("shared memory")
-    assert channel is not None
-    channel.close()
-    channel.on_message(MESSAGES.write(SegmentOffer(7, 3, 4096, bytes(16))))
-    channel.close()
 
 
 async def test_a_fork_in_a_handler_leaves_the_parent_alone(warmed: list[Worker], keeper: Keeper) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import threading
 import weakref
@@ -17,8 +16,8 @@ from torch.distributed import HashStore
 import aiorpc as rpc
 from aiorpc import NotAllowed, RpcBackendOptions, RpcUsageError, Worker
 from aiorpc.errors import UnknownObject
-from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.testing import cluster
+from tests.runtime.bad_member import method_of
 from tests.runtime.waiting import until, until_no_references
 
 QUICK = (0.001, 0.01)
@@ -160,23 +159,6 @@ async def test_bad_names_and_bad_objects_are_refused_before_anything_is_sent(pai
         pair[0].peer("worker1").object("a").rpc_async().__len__()
     assert pair[0].statistics().calls_made == sent + 2  # those that made the references
     await until_no_references(pair)
-
-
-async def test_handles_and_their_proxies_can_be_copied(pair: list[Worker]) -> None:
-    """Although whatever they have not is a method of the object."""
-    pair[1].serve("buffer", Buffer())
-    handle, group = pair[0].peer("worker1").object("buffer"), pair[0].group(["worker1"]).object("buffer")
-    assert await copy.copy(handle).size() == 0
-    assert await copy.copy(handle.rpc_async()).size() == 0
-    assert (await copy.copy(group).size()).values() == [0]
-    assert (await copy.copy(group.rpc_async()).size()).values() == [0]
-
-
-async def test_an_attribute_that_is_awaited_is_told_to_be_called(pair: list[Worker]) -> None:
-    """An object serves methods alone, and nothing is sent before one is called."""
-    pair[1].serve("buffer", Buffer())
-    with pytest.raises(RpcUsageError, match=r"'size' of .*buffer.* is awaited, and not called"):
-        await pair[0].peer("worker1").object("buffer").size
 
 
 async def test_a_name_is_served_once_unless_it_is_replaced(pair: list[Worker]) -> None:
@@ -332,7 +314,7 @@ async def test_private_methods_are_refused_by_the_owner(pair: list[Worker]) -> N
     peer = pair[0]._node.peers.find("worker1")
     for name in ("_secret", "__init__", "__reduce__", "__class__"):
         with pytest.raises(RpcUsageError, match=f"{name} of the object 'buffer' is private"):
-            await peer.call(ObjectMethod("buffer", name), (), None, 20.0)
+            await peer.call(method_of("buffer", name), (), None, 20.0)
     with pytest.raises(RpcUsageError, match="'kept' of Buffer is not callable"):
         await pair[0].peer("worker1").object("buffer").kept()
     with pytest.raises(AttributeError, match="nothing"):

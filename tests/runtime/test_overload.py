@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
-import re
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -23,13 +20,9 @@ from aiorpc.protocol.messages import ByName
 from aiorpc.protocol.packing import pack
 from aiorpc.runtime.callee import resolver, service
 from aiorpc.runtime.callee.backlog import Backlog
-from aiorpc.runtime.callee.resolver import Resolver
-from aiorpc.runtime.calls import functions
 from aiorpc.runtime.group.group import present
 from aiorpc.testing import cluster
-from aiorpc.threads import run_in_thread
-from aiorpc.transport import sockets, writing
-from aiorpc.transport.connection import Connection
+from aiorpc.transport import port
 from tests.runtime.bad_member import call_of, calling, say, serving
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
@@ -193,34 +186,6 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
         await asyncio.gather(leaving, workers[0].shutdown())
 
 
-async def test_one_of_the_runtimes_that_is_cancelled_before_it_is_found_is_not_counted(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while its module is imported: it would make room for one more of the users' calls, for ever."""
-    finding, go_on = threading.Event(), threading.Event()
-    find, is_loaded = Resolver._find, functions.is_loaded
-
-    def find_later(resolver: Resolver, name: str) -> functions.Handler:
-        finding.set()
-        assert go_on.wait(LIMIT)
-        return find(resolver, name)
-
-    assert await pair[0].call("worker1", abs, -1) == 1
-    monkeypatch.setattr(Resolver, "_find", find_later)
-    monkeypatch.setattr(functions, "is_loaded", lambda name: not name.endswith(":present") and is_loaded(name))
-    call = pair[0]._node.peers.by_id(pair[1].id).call(present, (), None, 0.0, system=True)
-    (service,) = pair[1]._node.services
-    try:
-        await until(finding.is_set)
-        call.cancel()
-        await until(lambda: not service.calls)
-    finally:
-        go_on.set()
-    await until(lambda: service._functions and service._served.system == 0)
-    assert await pair[0].call("worker1", abs, -2) == 2
-    assert service._served.system == 0
-
-
 async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> None:
     """The callee had not looked at its name yet, so the next call brings it again."""
     async with cluster(2, options=RpcBackendOptions(max_queued_calls=1)) as workers:
@@ -275,116 +240,10 @@ async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> N
     assert await asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5000))) == list(range(5000))
 
 
-class Threads:
-    """Whether threads of the pools of worker1 can be started: after so many more failures. failed: how many there were.
-
-    Those whose names begin with `kind` alone.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str = r"aiorpc-worker1-(background-)?\d+") -> None:
-        self.failures, self.failed = 10**6, 0
-        start = threading.Thread.start
-
-        def start_or_fail(thread: threading.Thread) -> None:
-            if self.failures and re.match(kind, thread.name):
-                self.failures -= 1
-                self.failed += 1
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-
-
-class Held:
-    @property
-    def slow(self) -> Callable[[], int]:
-        return lambda: 7
-
-
-async def make_held() -> Held:
-    await until(_gates["it"].open.is_set)
-    return Held()
-
-
-def items(count: int) -> Iterator[int]:
-    yield from range(count)
-
-
-async def all_items(worker: Worker) -> list[int]:
-    return [each async for each in worker.stream("worker1", items, 3)]
-
-
-NO_THREAD = r"'worker1(-background)?' cannot start a thread: can't start new thread; nothing was run"
-
-
-KINDS = ["name", "number", "value", "unpickled", "stream", "remote", "property", "awaited", "parked"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_callee_without_any_thread_says_so(monkeypatch: pytest.MonkeyPatch, gate: Gate, kind: str) -> None:
-    """However the call is on its way to its handler: at once, and so that it may be tried again."""
-    async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
-        await workers[0].call("worker1", asyncio.sleep, 0)
-        held = workers[0].remote("worker1", make_held)
-        if kind != "awaited":
-            gate.open.set()
-            await held
-        threads = Threads(
-            monkeypatch, r"aiorpc-worker1-\d+" if kind == "unpickled" else r"aiorpc-worker1-(back.*-)?\d+"
-        )
-        if kind == "number":  # of a function that was named before
-            with pytest.raises(Overloaded, match=NO_THREAD):
-                await workers[0].call("worker1", abs, -1)
-        (service,) = workers[1]._node.services
-        backlog = service._backlog
-        if kind == "parked":
-            backlog.half = -1
-
-        async def called() -> Any:
-            if kind == "stream":
-                return await all_items(workers[0])
-            if kind == "remote":
-                return await workers[0].remote("worker1", abs, -3)
-            if kind in ("property", "awaited"):
-                return await held.rpc_async().slow()
-            return await workers[0].call("worker1", (lambda _: 5) if kind in ("value", "unpickled") else abs, -1)
-
-        call = asyncio.ensure_future(called())
-        if kind == "parked":
-            await until(lambda: bool(backlog.parked))
-            backlog.half = backlog.limit // 2
-        if kind == "awaited":
-            await until(lambda: len(workers[1].pending_calls()) == 2)
-            gate.open.set()
-        with pytest.raises(Overloaded, match=NO_THREAD):
-            await asyncio.wait_for(call, LIMIT)
-        assert threads.failed
-        await until(lambda: not service.calls)
-        threads.failures = 0
-        assert await workers[0].call("worker1", abs, -2) == 2
-
-
-async def test_a_call_is_tried_again_until_there_is_a_thread(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """Nothing was run, so it may be: `retries` has it wait for threads."""
-    async with cluster(2) as workers:
-        gate.open.set()
-        threads = Threads(monkeypatch)
-        threads.failures = 2
-        assert await workers[0].peer("worker1", retries=5, backoff=(0.01, 0.05)).call(wait, 4) == 4
-        assert gate.ran == [4] and threads.failed == 2
-
-
-async def test_a_step_that_gets_no_thread_ends_with_an_error_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As what the store is asked for a verb, such as publish."""
-    Threads(monkeypatch, "a-step")
-    with pytest.raises(Overloaded, match="thread a-step cannot be started: can't start new thread; nothing was run"):
-        await run_in_thread(gc.collect, "a-step")
-
-
 @pytest.mark.parametrize("called", [77_777, "aiorpc.runtime.group.group:present"])
 async def test_a_caller_that_takes_no_answers_is_not_read_from(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its calls are answered: errors, and what the runtime's own calls give, would fill the memory."""
-    monkeypatch.setattr(writing, "SEND_BUFFER", 64 * 1024)
+    monkeypatch.setattr(port, "SEND_BUFFER", 64 * 1024)
     limit = 100_000
     async with cluster(3, options=[RpcBackendOptions(max_unsent_bytes=limit), *[RpcBackendOptions()] * 2]) as workers:
         assert await workers[2].call("worker0", len, "abc") == 3
@@ -401,54 +260,6 @@ async def test_a_caller_that_takes_no_answers_is_not_read_from(called: Any, monk
         connection.resume()
         await until(lambda: not connection.queue and not answers)
         assert await workers[2].call("worker0", len, "abc") == 3
-
-
-async def test_a_caller_that_acknowledges_nothing_is_left(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over TCP whoever has much to send reads on, as it has to hear what has come; but not calls without end."""
-    monkeypatch.setattr(Connection, "must_hear", True)  # as long as nothing is acknowledged
-    options = RpcBackendOptions(transports=("tcp",), max_unsent_bytes=10_000, max_queued_calls=2000)
-    async with cluster(3, options=options) as workers:
-        assert await workers[2].call("worker0", len, "abc") == 3
-        connection = calling(workers[2], "worker0")
-        connection.pause()
-        numbers = itertools.count(1 << 40)
-
-        def left() -> bool:
-            for number in itertools.islice(numbers, 500):  # until the system's buffers are full of answers, too
-                connection.send(encode_frame(CALL, number, pack(call_of(77_777))))
-            return "it makes calls, and takes none of the" in caplog.text
-
-        await until(left)
-        assert await workers[0].call("worker1", len, "abc") == 3
-
-
-async def test_calls_while_a_second_connection_is_opened_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their caller can take nothing of what waits for that one: those that are too many are refused, and no more."""
-    options = [RpcBackendOptions(transports=("tcp",), **each) for each in ({}, TIGHT)]
-    async with cluster(2, options=options) as workers:
-        assert await workers[0].call("worker1", len, "abc") == 3
-        (service,) = [each for each in workers[1]._node.services if each.record.name == "worker0"]
-        connect, may_connect = sockets.connect_tcp, asyncio.Event()
-
-        async def connect_later(host: str, port: int) -> socket.socket:
-            await may_connect.wait()
-            return await connect(host, port)
-
-        monkeypatch.setattr(sockets, "connect_tcp", connect_later)
-        large = workers[0].call("worker1", torch.zeros, 2_000_000)
-        await until(lambda: service._backlog.bulk.unsent)
-        calls = [workers[0].call("worker1", len, "abc") for _ in range(50)]
-        await until(lambda: sum(each.done() for each in calls) >= 40)
-        may_connect.set()
-        assert len(await large) == 2_000_000
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(each == 3 or isinstance(each, Overloaded) for each in outcomes), outcomes
-
-
-#: Little room for answers, and for calls.
-TIGHT: dict[str, Any] = {"max_queued_calls": 8, "max_unsent_bytes": 1 << 20}
 
 
 def fails() -> None:

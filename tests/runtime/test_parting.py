@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import pytest
 
-from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, Worker
-from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc import PeerLost, Worker
 from aiorpc.testing import cluster
-from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 
 
@@ -49,31 +44,3 @@ async def test_a_leader_that_is_gone_is_lost_by_the_word_of_the_next_one() -> No
         await until(lambda: lost(workers[2]) == ["worker0"])
         assert workers[1]._node.group.leads
         assert await workers[2].call("worker1", abs, -3) == 3
-
-
-async def test_a_loss_is_told_to_whoever_stands_still_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short `rpc_timeout` is: it hears of it when it goes on, as nobody says it a second time."""
-    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
-    async with cluster(3, options=[RpcBackendOptions(), RpcBackendOptions(), apart]) as workers:
-        leader, dead, still = workers
-        assert await leader.call("worker2", abs, -3) == 3
-        with monkeypatch.context() as patched, standing_still(still):
-            patched.setattr(leader._node.engine.options, "rpc_timeout", 0.02)
-            lose(leader, dead)
-            with pytest.raises(RpcTimeout):  # it was sent after the word of the loss, and waited for longer
-                await leader.peer("worker2", timeout=0.1).call(abs, -3)
-            await dead._drop()
-        await until(lambda: lost(still) == ["worker1"])
-
-
-async def test_whoever_stands_still_while_it_asks_takes_nobodys_silence_for_an_answer() -> None:
-    """It asks once more: the other one may have answered in time."""
-    async with cluster(2, options=[RpcBackendOptions(lag_warning=0.0), RpcBackendOptions(dedicated_loop=True)]) as pair:
-        asking, other = (each._node for each in pair)
-        asking.engine.bounds = Bounds(vouch=0.3)
-        together = asyncio.ensure_future(
-            asking.group._indirect_probe.is_together(other.engine.record, asking.engine.record)
-        )
-        await asyncio.sleep(0)  # it has begun
-        time.sleep(1.0)  # noqa: ASYNC251  # the loop stands still for longer than it asks
-        assert await together

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import gc
 import itertools
 import os
-import pickle
 import re
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import aiorpc
 from aiorpc import (
@@ -38,7 +34,7 @@ from aiorpc.runtime.fanout import barriers as barriers_module
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.testing import Faults, cluster
 from tests.runtime.test_returning import lose, place
-from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.runtime.waiting import until, until_no_references, wait_until
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -99,38 +95,6 @@ async def test_any_with_retries_tries_another_member(four: list[Worker]) -> None
         faults.fail("call", times=2, error=Overloaded("full"))
         name, value = await group.any(name_of, 7)
     assert (name in ("worker1", "worker2", "worker3"), value) == (True, 7)
-
-
-async def test_retries_wait_for_another_member_where_the_only_one_was_lost() -> None:
-    """The pattern fits nobody meanwhile, which ends neither a call with retries nor a map; only the first try does."""
-    store = HashStore()
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        group = worker.group("server", retries=1000, backoff=(0.01, 0.05))
-        with pytest.raises(UnknownWorker):
-            group.any(name_of)
-        with pytest.raises(UnknownWorker):
-            await anext(group.map(name_of, range(3)))
-        first = await aiorpc.init("server", store=store)
-        await until(lambda: len(worker.worker_infos()) == 2)
-        _gates["server"] = asyncio.Event()
-        call, results = group.any(held, 7), group.map(held, range(6))
-        begun = asyncio.ensure_future(anext(results))
-        await until(lambda: len(_begun) == 3)
-        await first._drop()
-        await until(lambda: len(worker.worker_infos()) == 1 and worker.statistics().calls_retried > 3)
-        _gates.clear()
-        async with aiorpc.init("server", store=store):
-            assert await asyncio.wait_for(call, LIMIT) == ("server", 7)
-            values = [await begun, *[result async for result in results]]
-            assert values == [("server", number) for number in range(6)]
-
-
-async def test_any_refuses_what_call_refuses(four: list[Worker]) -> None:
-    """Before anything is sent."""
-    with pytest.raises(UnknownWorker):
-        four[0].group("x*").any(name_of)
-    with pytest.raises(SerializationError):
-        four[0].group("*").any(name_of, iter_nothing())
 
 
 # --- map --------------------------------------------------------------------------------------------------------------
@@ -389,37 +353,6 @@ async def test_a_thread_that_may_block_takes_streams_by_for(four: list[Worker]) 
         list(four[0].group("worker3").stream(count, 1))
 
 
-async def test_a_stream_is_taken_in_turn_by_threads_and_on_any_loop(four: list[Worker]) -> None:
-    """Whatever comes after the first items, and whether the loop that took these lives on: none is lost."""
-
-    def use(first: str, then: str) -> list[tuple[str, int]]:
-        items = four[0].group("worker[12]").stream(count, 5)
-        seen: list[tuple[str, int]] = []
-
-        async def take(number: int) -> None:
-            async for each in items:
-                seen.append(each)
-                if len(seen) == number:
-                    return
-
-        def by(way: str, number: int) -> None:
-            if way == "loop":
-                asyncio.run(asyncio.wait_for(take(number), LIMIT))
-            elif way == "loop of the worker":
-                asyncio.run_coroutine_threadsafe(asyncio.wait_for(take(number), LIMIT), loop).result()
-            else:
-                seen.extend(itertools.islice(items, number - len(seen)))
-
-        by(first, 2)
-        by(then, 20)
-        return sorted(seen)
-
-    loop = asyncio.get_running_loop()
-    every = sorted((name, number) for name in ("worker1", "worker2") for number in range(5))
-    for first, then in itertools.product(("loop", "loop of the worker", "thread"), repeat=2):
-        assert await asyncio.to_thread(use, first, then) == every, (first, then)
-
-
 async def test_a_member_whose_item_is_late_fails_alone(four: list[Worker]) -> None:
     """Behind what the others bring, and its producer is stopped."""
     _gates["worker1"], _gates["worker2"] = asyncio.Event(), asyncio.Event()
@@ -450,13 +383,6 @@ async def gated(limit: int, bad: str = "") -> AsyncIterator[int]:
         _closed.append(name)
 
 
-async def after_gate(number: int) -> int:
-    """Waits for the gate of its item."""
-    _begun.append(str(number))
-    await _gates[str(number)].wait()
-    return await fail_for(number, 5)
-
-
 async def cancelled_turn(given: AsyncIterator[Any]) -> None:
     """A turn that is cancelled while it waits; another task is refused meanwhile."""
     turn = asyncio.ensure_future(anext(given))
@@ -469,67 +395,6 @@ async def cancelled_turn(given: AsyncIterator[Any]) -> None:
         turn.cancel()
     with pytest.raises(asyncio.CancelledError):
         await turn
-
-
-async def test_a_cancelled_turn_of_a_stream_takes_no_item(four: list[Worker]) -> None:
-    """Nor the errors behind the last one: the next turn has them."""
-    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
-    async with four[0].group("worker[12]").stream(gated, 5, "worker2") as stream:
-        for number in range(5):
-            for name in ("worker2", "worker1"):
-                await cancelled_turn(stream)
-                _gates[name].set()
-                assert await anext(stream) == (name, number)
-        await cancelled_turn(stream)
-        for gate in _gates.values():
-            gate.set()
-        with pytest.raises(GroupError, match="1 of 2 streams"):
-            await anext(stream)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-
-
-async def test_a_cancelled_turn_of_a_map_takes_no_result(four: list[Worker]) -> None:
-    """Nor the error that ends it; no call is made again, and none is called off."""
-    _gates.update((str(number), asyncio.Event()) for number in range(6))
-    async with four[0].group(["worker0"]).map(after_gate, range(6)) as results:
-        for number in range(5):
-            await cancelled_turn(results)
-            await cancelled_turn(results)
-            _gates[str(number)].set()
-            assert await anext(results) == number
-        await cancelled_turn(results)
-        _gates["5"].set()
-        with pytest.raises(ValueError, match="5"):
-            await anext(results)
-        with pytest.raises(StopAsyncIteration):
-            await anext(results)
-    assert _begun == [str(number) for number in range(6)]
-
-
-async def test_a_map_that_was_begun_on_another_loop_is_refused(four: list[Worker]) -> None:
-    """What it waits for ends with that: it would seem to be at its end, or hang."""
-
-    def use() -> list[int]:
-        results = four[0].group("worker1").map(partial(fail_for, bad=99), range(8))
-        seen: list[int] = []
-
-        async def take(number: int) -> None:
-            async for each in results:
-                seen.append(each)
-                if len(seen) == number:
-                    return
-
-        with asyncio.Runner() as runner:
-            runner.run(take(2))
-            with pytest.raises(RpcUsageError, match="this map\\(\\) are taken on the loop"):
-                asyncio.run(asyncio.wait_for(take(8), LIMIT))
-            runner.run(take(4))
-        with pytest.raises(RpcUsageError, match="this map\\(\\) are taken on the loop"):
-            asyncio.run(asyncio.wait_for(take(8), LIMIT))
-        return seen
-
-    assert await asyncio.to_thread(use) == [0, 1, 2, 3]
 
 
 async def test_a_turn_that_is_cancelled_at_any_moment_takes_nothing(four: list[Worker]) -> None:
@@ -581,59 +446,6 @@ async def test_what_had_a_cancelled_turn_lets_go_of_all(four: list[Worker], verb
     if way != "drop":
         with pytest.raises(StopAsyncIteration):
             await anext(given)
-
-
-async def noted(limit: int) -> AsyncIterator[int]:
-    for number in range(limit):
-        _begun.append(aiorpc.current().name)
-        yield number
-
-
-@pytest.mark.parametrize("verb", ["stream", "map"])
-async def test_what_the_collector_finds_lets_go_of_all(four: list[Worker], verb: str) -> None:
-    """It is part of a cycle: its tasks are cancelled as by the end of a block, and not destroyed as they wait."""
-    worse: list[dict[str, Any]] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: worse.append(context))
-    group = four[0].group("worker[12]")
-    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
-    given: Any = group.stream(noted, 1000) if verb == "stream" else group.map(held, itertools.repeat(0))
-    if verb == "stream":
-        await anext(given)
-        await until(lambda: min(map(_begun.count, ("worker1", "worker2"))) >= 10)  # more than there is room for
-    else:
-        await cancelled_turn(given)
-        await until(lambda: len(four[0].pending_calls()) == 4)  # as many as there may be
-    for _ in range(100):  # its tasks wait for who takes items
-        await asyncio.sleep(0)
-    cycle = [given]
-    cycle.append(cycle)
-    del given, cycle
-    gc.collect()
-    await until(lambda: not any(worker.pending_calls() for worker in four) and not four[0]._node.engine.kept)
-    loop.set_exception_handler(None)
-    assert not worse, worse
-
-
-async def test_ctrl_c_in_a_blocking_turn_stops_the_producers(
-    four: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream has ended then."""
-    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
-    stream = four[0].group("worker[12]").stream(gated, 3)
-
-    def use() -> None:
-        def interrupt(*_: object) -> None:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("aiorpc.runtime.engine.loops.Handed.wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            next(stream)
-        assert list(stream) == []
-
-    await asyncio.to_thread(use)
-    await until(lambda: not any(worker.pending_calls() for worker in four))
 
 
 async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:
@@ -694,38 +506,6 @@ def _add_blocking(refs: aiorpc.types.RRefGroup[Any]) -> list[int]:
     return refs.rpc_sync().add(0).values()
 
 
-async def test_a_large_argument_of_a_method_is_one_for_all(four: list[Worker]) -> None:
-    """As of functions; each has its own tensor."""
-    refs = four[0].group("worker[123]").remote(Total, 0)
-    big = torch.ones(600_000)
-    for number in range(1, 4):
-        assert [int(each[-1]) for each in (await refs.rpc_async().add(big)).values()] == [number] * 3
-
-
-async def test_what_stands_for_methods_of_several_values_is_copied_here_or_not_at_all(four: list[Worker]) -> None:
-    """The methods by which Python makes copies are not called on the values."""
-    refs = four[0].group("worker[123]").remote(Total, 5)
-    assert (await copy.copy(refs.rpc_async()).add(2)).values() == [7, 7, 7]
-    for way in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(RpcUsageError, match="no deep copy"):
-            way(refs.rpc_async())
-    assert (await refs.rpc_async().add(0)).values() == [7, 7, 7]
-
-
-async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list[Worker]) -> None:
-    """The others answer, and nothing is sent to it: nobody would wait for that call."""
-    refs = four[0].group("worker[123]").remote(Total, -1)
-    await until(lambda: not four[0].pending_calls())
-    before = four[0].statistics().calls_made
-    outcomes = await refs.rpc_async().add(1)
-    assert four[0].statistics().calls_made == before + 2
-    assert outcomes.answers == {"worker1": 0, "worker3": 0}
-    assert type(outcomes["worker2"].error) is ValueError
-    await four[3]._drop()
-    await until(lambda: len(four[0].worker_infos()) == 3)
-    assert (await refs.rpc_async().add(1)).lost == ("worker3",)
-
-
 # --- named objects ----------------------------------------------------------------------------------------------------
 
 
@@ -763,36 +543,6 @@ async def test_objects_of_one_name_are_called_together(four: list[Worker]) -> No
         shelves.rpc_sync().count()
 
 
-async def test_calls_of_groups_are_told_by_the_line_that_made_them(
-    four: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of whatever verb: what is under way, and a failure that nobody looked at."""
-    for worker in four[1:]:
-        worker.serve("shelf", Shelf(worker.id))
-    group = four[0].group("worker[123]")
-    shelves = group.object("shelf")
-    streams = [group.stream(forever), shelves.stream().up_to(1_000_000)]
-    await asyncio.gather(*(anext(stream) for stream in streams))
-    assert {call.made_at.partition(":")[0] for call in four[0].pending_calls()} == {__file__}
-    for stream in streams:
-        await stream.aclose()
-    refs = [group.remote(Shelf(1).add, "a"), shelves.remote().add("a")]
-    with pytest.raises(TypeError):
-        await refs[0][0]
-    del refs
-    await until(lambda: len(_made_at(caplog)) >= 5)
-    assert {*_made_at(caplog)} == {__file__}
-    await until_no_references(four)
-
-
-def forever() -> Iterator[int]:
-    yield from itertools.count()
-
-
-def _made_at(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return re.findall(r"made at (.*?):\d+ in test_.*nobody looked", caplog.text)
-
-
 # --- barrier ----------------------------------------------------------------------------------------------------------
 
 
@@ -825,18 +575,6 @@ async def test_a_barrier_names_who_has_not_come(four: list[Worker]) -> None:
     await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
 
 
-async def test_a_barrier_that_is_complete_as_its_time_is_up_lets_all_go_on(four: list[Worker]) -> None:
-    """Where the last one comes in the very turn of the loop in which another one would give up: all, or nobody."""
-    barriers, loop = four[0]._node.barriers, asyncio.get_running_loop()
-    members, seconds = (four[0].id, four[1].id), 0.05
-    early = asyncio.ensure_future(barriers.arrive(four[0].id, "", members, seconds))
-    await until(lambda: sum(len(each.arrived) for each in barriers._barriers.values()) == 1)
-    due = loop.time() + seconds
-    while loop.time() <= due:  # the loop does nothing else meanwhile
-        pass
-    await asyncio.gather(early, barriers.arrive(four[1].id, "", members, 30.0))
-
-
 @pytest.mark.parametrize("graceful", [True, False])
 async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) -> None:
     """Who waits is told at once who will not come, whether it died or left; also who comes later."""
@@ -854,43 +592,6 @@ async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) 
             assert error.host and error.cause
     with pytest.raises((PeerLeft, PeerLost)):
         await four[1].group(["worker0", "worker1", "worker3"]).barrier()
-
-
-@pytest.mark.parametrize("graceful", [True, False])
-async def test_a_barrier_ends_with_the_member_where_all_wait(four: list[Worker], graceful: bool) -> None:
-    """In the same words, and not in those of a call that nobody has made."""
-    waiting = asyncio.ensure_future(_awaited(four[1].group("worker*")))
-    await until(lambda: four[0]._node.barriers._barriers)
-    if graceful:
-        await four[0].shutdown(graceful=False)
-    else:
-        await four[0]._drop()
-    told = r"^barrier '' of 4 workers: worker0 will not come any more: worker0 \(rank 0, .*\) (has shut down|was lost)"
-    with pytest.raises(PeerLeft if graceful else PeerLost, match=told) as failure:
-        await waiting
-    assert "come_to_barrier" not in str(failure.value)
-    if isinstance(error := failure.value, PeerLost):
-        assert (error.worker, error.rank, error.pid) == ("worker0", 0, os.getpid())
-
-
-async def test_a_barrier_says_who_does_not_answer(four: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The member where all wait, which is to say who is missing, may be stopped itself."""
-    monkeypatch.setattr("aiorpc.runtime.fanout.barriers._LEAST_GRACE", 0.05)
-    _gates["barrier"] = asyncio.Event()
-    monkeypatch.setattr(four[0]._node.barriers, "arrive", lambda *_: _gates["barrier"].wait())
-    told = r"^barrier 't' of 4 workers: worker0, where they wait for each other, has not answered after 0\.05 s"
-    with pytest.raises(RpcTimeout, match=told) as failure:
-        await four[1].group("worker*", timeout=0.05).barrier("t")
-    assert (failure.value.worker, failure.value.function, failure.value.seconds) == ("worker0", "barrier", 0.05)
-    _gates["barrier"].set()
-
-
-async def test_who_has_taken_the_place_of_a_lost_member_stands_where_that_stood() -> None:
-    """Members that a pattern chooses are in the order of their ranks."""
-    async with place() as (workers, here):
-        await lose(workers[0], *workers[1:])
-        for each in (*workers[1:], await here.come_back(0)):
-            assert [info.id for info in each.group("worker*").members] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rank", [2, 0])
@@ -933,17 +634,6 @@ async def test_who_gives_up_is_taken_back_from_the_barrier(four: list[Worker]) -
     await until(lambda: len(four[0]._node.barriers._barriers) == 1)
     first.cancel()
     await until(lambda: not four[0]._node.barriers._barriers)
-
-
-async def test_who_gives_up_may_come_again_at_once(four: list[Worker]) -> None:
-    """The word that it gives up and the next call arrive together."""
-    for _ in range(5):
-        first = four[1].group("worker*").barrier()
-        await until(lambda: len(four[0]._node.barriers._barriers) == 1)
-        first.cancel()
-        again = four[1].group("worker*", timeout=0.01).barrier()
-        with pytest.raises(RpcTimeout):
-            await again
 
 
 async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:

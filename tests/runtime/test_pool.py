@@ -8,65 +8,48 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from aiorpc.errors import WorkerClosed
-from aiorpc.runtime.engine.pool import NoThread, ThreadPool
+from aiorpc.runtime.engine.pool import ThreadPool
 from tests.limits import busy
-from tests.runtime.pools import LIMIT_S, Gate
 from tests.runtime.waiting import wait_until
 
-AWAKE = 0.05  # seconds that a thread stays awake: more than a busy machine keeps it from its first look
+LIMIT_S = 20.0
 
 
-def test_no_thread_before_the_first_job(pools: Callable[..., ThreadPool]) -> None:
-    """Threads are started when a job needs one, daemonic and named after the pool."""
-    pool = pools(4)
-    assert pool.threads == 0
-    seen: list[threading.Thread] = []
-    pool.submit(lambda: seen.append(threading.current_thread()))
-    wait_until(lambda: bool(seen))
-    assert seen[0].name == "aiorpc-test-1"
-    assert seen[0].daemon
-    assert pool.threads == 1
+class Gate:
+    """A job that counts its runs and holds its thread until opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.release()
+        assert self.open.wait(LIMIT_S)
+
+    def wait_entered(self, count: int) -> None:
+        for _ in range(count):
+            assert self.entered.acquire(timeout=LIMIT_S)
 
 
-def test_an_idle_thread_is_reused(pools: Callable[..., ThreadPool]) -> None:
-    """Jobs that come one after another all run in the one thread there is."""
-    pool = pools(8)
-    names: set[str] = set()
+@pytest.fixture
+def pools() -> Iterator[Callable[..., ThreadPool]]:
+    """Makes pools that are closed at the end, all their jobs done."""
+    made: list[ThreadPool] = []
 
-    def job(done: threading.Event) -> None:
-        names.add(threading.current_thread().name)
-        done.set()
+    def make(limit: int, linger: float = 0.05, busy: float = 0.0) -> ThreadPool:
+        made.append(ThreadPool("test", limit, linger=linger, busy=busy))
+        return made[-1]
 
-    for _ in range(50):
-        done = threading.Event()
-        pool.submit(job, done)
-        assert done.wait(LIMIT_S)
-        wait_until(lambda: pool.idle == pool.threads)
-    assert names == {"aiorpc-test-1"}
-
-
-def test_the_thread_that_went_idle_last_runs_next(pools: Callable[..., ThreadPool]) -> None:
-    """Idle threads are taken last in, first out, so that few stay warm."""
-    pool = pools(2)
-    gates = [Gate(), Gate()]
-    for gate in gates:
-        pool.submit(gate)
-        gate.wait_entered(1)
-    names: list[str] = []
-    gates[0].open.set()
-    wait_until(lambda: pool.idle == 1)
-    gates[1].open.set()
-    wait_until(lambda: pool.idle == 2)
-    for _ in range(3):
-        pool.submit(lambda: names.append(threading.current_thread().name))
-        wait_until(lambda: pool.idle == 2 and pool.queued == 0)
-    assert names == ["aiorpc-test-2"] * 3
+    yield make
+    for pool in made:
+        assert pool.close(LIMIT_S) == 0
+        assert pool.threads == 0
 
 
 def test_jobs_start_in_the_order_they_were_submitted(pools: Callable[..., ThreadPool]) -> None:
@@ -93,32 +76,6 @@ def test_no_more_than_limit_jobs_run_at_once(pools: Callable[..., ThreadPool], l
     gate.wait_entered(3)
 
 
-def test_a_burst_wakes_as_many_threads_as_it_has_jobs(pools: Callable[..., ThreadPool]) -> None:
-    """Jobs submitted before the first woken thread arrives do not wait behind its job."""
-    pool = pools(4)
-    first, burst = Gate(), Gate()
-    for _ in range(4):
-        pool.submit(first)
-    first.wait_entered(4)
-    first.open.set()
-    wait_until(lambda: pool.idle == 4)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(5.0)
-    try:
-        for _ in range(4):
-            pool.submit(burst)
-        burst.wait_entered(4)
-    finally:
-        sys.setswitchinterval(interval)
-        burst.open.set()
-
-
-def test_a_limit_below_one_is_refused() -> None:
-    """A pool that could run nothing is not made."""
-    with pytest.raises(ValueError, match="limit >= 1"):
-        ThreadPool("test", 0)
-
-
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(3), KeyboardInterrupt()])
 def test_a_job_that_raises_is_logged_and_the_pool_goes_on(
     pools: Callable[..., ThreadPool], caplog: pytest.LogCaptureFixture, error: BaseException
@@ -136,16 +93,6 @@ def test_a_job_that_raises_is_logged_and_the_pool_goes_on(
         assert after.wait(LIMIT_S)
     assert "a job of pool test raised" in caplog.text
     assert pool.threads == 1
-
-
-def test_is_pool_thread_tells_the_pools_apart(pools: Callable[..., ThreadPool]) -> None:
-    """A thread belongs to the pool that started it and to no other."""
-    pool, other = pools(1), pools(1)
-    answers: list[tuple[bool, bool]] = []
-    pool.submit(lambda: answers.append((pool.is_pool_thread(), other.is_pool_thread())))
-    wait_until(lambda: bool(answers))
-    assert answers == [(True, False)]
-    assert not pool.is_pool_thread()
 
 
 def test_jobs_nested_fifty_deep_finish_with_two_threads(pools: Callable[..., ThreadPool]) -> None:
@@ -196,36 +143,6 @@ def test_a_wait_makes_room_for_a_job_already_queued(pools: Callable[..., ThreadP
     wait_until(lambda: pool.threads == 1 and pool.idle == 1)
 
 
-def test_waits_may_nest_in_one_thread(pools: Callable[..., ThreadPool]) -> None:
-    """A wait inside a wait counts once, and the pairs balance."""
-    pool = pools(1)
-    counts: list[int] = []
-
-    def job() -> None:
-        pool.enter_blocked()
-        pool.enter_blocked()
-        counts.append(pool.blocked)
-        pool.exit_blocked()
-        counts.append(pool.blocked)
-        pool.exit_blocked()
-        counts.append(pool.blocked)
-        pool.exit_blocked()
-        counts.append(pool.blocked)
-
-    pool.submit(job)
-    wait_until(lambda: len(counts) == 4)
-    assert counts == [1, 1, 0, 0]
-
-
-def test_waits_outside_the_pool_change_nothing(pools: Callable[..., ThreadPool]) -> None:
-    """The pair is harmless in a thread that is not the pool's."""
-    pool = pools(1)
-    pool.enter_blocked()
-    assert pool.blocked == 0
-    pool.exit_blocked()
-    assert pool.blocked == 0
-
-
 def test_surplus_threads_take_no_job_above_the_limit(pools: Callable[..., ThreadPool]) -> None:
     """After waits ended, threads above the limit start nothing until the count is back."""
     pool = pools(2, linger=30.0)
@@ -264,67 +181,12 @@ def test_close_ends_idle_threads_at_once(pools: Callable[..., ThreadPool]) -> No
     assert pool.close(0.0) == 0
 
 
-def test_close_returns_when_the_threads_are_gone(
-    pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not only counted out: a program that forks behind it, or looks what threads there are, finds none."""
-    pool = pools(2)
-    pool.submit(lambda: None)
-    wait_until(lambda: pool.idle == 1)
-    wake_all = pool._wake_all
-
-    def slowly() -> None:
-        if pool.is_pool_thread():  # the last that a thread does
-            time.sleep(0.1)
-        wake_all()
-
-    monkeypatch.setattr(pool, "_wake_all", slowly)
-    assert pool.close(LIMIT_S) == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiorpc-test-")]
-
-
 def test_submit_after_close_is_refused(pools: Callable[..., ThreadPool]) -> None:
     """A closed pool takes no job and says so."""
     pool = pools(1)
     pool.close(0.0)
     with pytest.raises(WorkerClosed, match="pool test is closed"):
         pool.submit(print)
-
-
-def test_without_any_thread_a_job_is_refused(pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives no thread; it is not kept, and the pool goes on as soon as there are threads again."""
-    pool = pools(2)
-    ran: list[int] = []
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(NoThread, match="'test' cannot start a thread: can't start new thread; nothing was run"):
-            pool.submit(ran.append, 1)
-        assert not pool.queued and not pool.threads
-    pool.submit(ran.append, 2)
-    wait_until(lambda: ran == [2])
-    with monkeypatch.context() as patch:  # one that lives runs it by and by
-        patch.setattr(threading.Thread, "start", fail)
-        pool.submit(ran.append, 3)
-        wait_until(lambda: ran == [2, 3])
-
-
-def test_an_interpreter_that_ends_is_no_passing_want_of_threads(
-    pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is refused then need not be tried again."""
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(WorkerClosed, match="as the interpreter ends") as caught:
-            pools(1).submit(print)
-    assert type(caught.value) is WorkerClosed
 
 
 def test_close_waits_no_longer_than_its_timeout(pools: Callable[..., ThreadPool]) -> None:
@@ -349,29 +211,6 @@ def test_close_from_a_job_does_not_wait_for_itself(pools: Callable[..., ThreadPo
     pool.submit(lambda: left.append(pool.close(LIMIT_S)))
     wait_until(lambda: bool(left))
     assert left == [0]
-
-
-def test_close_with_more_threads_than_the_limit_ends_all(pools: Callable[..., ThreadPool]) -> None:
-    """Surplus threads that slept while jobs were queued end too."""
-    pool = pools(1, linger=30.0)
-    begin, gate = threading.Event(), Gate()
-
-    def waiter() -> None:
-        pool.enter_blocked()
-        assert begin.wait(LIMIT_S)
-        pool.exit_blocked()
-
-    for _ in range(3):
-        pool.submit(waiter)
-    wait_until(lambda: pool.blocked == 3)
-    pool.submit(gate)
-    pool.submit(gate)
-    gate.wait_entered(1)
-    assert pool.close(0.0) == 5
-    begin.set()
-    wait_until(lambda: pool.blocked == 0)
-    gate.open.set()
-    assert pool.close(LIMIT_S) == 0
 
 
 def test_a_forked_child_cannot_use_the_pool(pools: Callable[..., ThreadPool]) -> None:
@@ -473,107 +312,6 @@ def test_every_job_runs_exactly_once_under_stress(pools: Callable[..., ThreadPoo
 
 
 # Waiting without sleep.
-
-
-def looked(pool: ThreadPool, done: Callable[[], bool] = lambda: False, timeout: float | None = None) -> int:
-    """How often a thread that stays awake for that looked at it."""
-    looks = 0
-
-    def look(enough: Callable[[], bool]) -> None:
-        nonlocal looks
-        while not enough():
-            looks += 1
-
-    pool.stay_awake(look, done, timeout)
-    return looks
-
-
-def test_a_thread_stays_awake_until_it_is_done(pools: Callable[..., ThreadPool]) -> None:
-    """Or until its time is up, that of the pool or its own, whichever is shorter."""
-    pool = pools(2, busy=LIMIT_S)
-    done = threading.Event()
-    timers = [threading.Timer(0.01, done.set)]
-
-    def is_done() -> bool:
-        if done.is_set() or not timers:
-            return done.is_set()
-        timers.pop().start()  # from when it is first asked: a busy machine might be late for the first look
-        return False
-
-    assert looked(pool, is_done) > 0
-    assert done.is_set()
-    assert looked(pools(2, busy=AWAKE)) > 0
-    assert looked(pool, timeout=AWAKE) > 0
-    assert looked(pool, lambda: True) == 0
-
-
-def test_without_time_for_it_threads_sleep(pools: Callable[..., ThreadPool]) -> None:
-    """A pool whose threads may not stay awake does not look at all."""
-    pool = pools(2)
-    pool.waited(0.0)
-    assert looked(pool) == 0
-
-
-def test_a_thread_whose_waits_are_long_sleeps_at_once(pools: Callable[..., ThreadPool]) -> None:
-    """Until they are short again; one long wait among short ones does not count; each thread has its own mean."""
-    pool = pools(2, busy=AWAKE)
-    pool.waited(60.0)
-    assert looked(pool) > 0
-    for _ in range(8):
-        pool.waited(60.0)
-    assert looked(pool) == 0
-    counts: list[int] = []
-    other = threading.Thread(target=lambda: counts.append(looked(pool)))
-    other.start()
-    other.join(LIMIT_S)
-    assert counts[0] > 0
-    for _ in range(8):
-        pool.waited(0.001)
-    assert looked(pool) > 0
-
-
-def test_nobody_stays_awake_beside_a_job(pools: Callable[..., ThreadPool]) -> None:
-    """Neither when one runs, nor when one comes; in the pool's own threads the job itself does not count."""
-    pool = pools(1, busy=LIMIT_S)
-    release = threading.Event()
-
-    def hold() -> None:
-        release.wait(LIMIT_S)
-
-    pool.submit(hold)
-    wait_until(lambda: pool.idle == 0 and pool.queued == 0)
-    assert looked(pool) == 0
-    release.set()
-    wait_until(lambda: pool.idle == 1)
-    counts: list[int] = []
-    second: list[bool] = []
-
-    def job() -> None:
-        timer = threading.Timer(0.01, pool.submit, [lambda: second.append(True)])
-        timer.start()
-        counts.append(looked(pool))
-        timer.join()
-
-    pool.submit(job)
-    wait_until(lambda: bool(second))
-    assert counts[0] > 0
-
-
-def test_one_thread_at_a_time_stays_awake(pools: Callable[..., ThreadPool]) -> None:
-    """The second sleeps; the first one's error ends its own look, and lets the next one in."""
-    pool = pools(2, busy=LIMIT_S)
-    inside: list[int] = []
-
-    def look(enough: Callable[[], bool]) -> None:
-        other = threading.Thread(target=lambda: inside.append(looked(pool)))
-        other.start()
-        other.join(LIMIT_S)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        pool.stay_awake(look, lambda: False, None)
-    assert inside == [0]
-    assert looked(pool, timeout=AWAKE) > 0
 
 
 # Interruption.

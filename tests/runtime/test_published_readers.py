@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
-from types import FrameType
-from typing import Any
 
-from aiorpc import Future, Worker
 from aiorpc.protocol.identity import WorkerInfo
-from aiorpc.protocol.publication import Want, needed
+from aiorpc.protocol.publication import needed
 from aiorpc.runtime.publication.readers import AwaitedVersion, Readers
-from aiorpc.testing import cluster
 
 
 def info(number: int) -> WorkerInfo:
@@ -68,41 +63,3 @@ def test_lost_readers_that_are_remembered_are_bounded() -> None:
     for number in range(1000):
         readers.lost(info(number), 1, 0, 1)
     assert readers.delivery(awaited).lost == tuple(map(info, range(744, 1000)))
-
-
-async def test_a_delivery_takes_a_step_for_each_reader() -> None:
-    """Four times as many readers that ask for the next version take about four times the steps, and not sixteen."""
-    async with cluster(2) as workers:
-        few, many = [await steps_of(workers, readers) for readers in (25, 100)]
-        assert many < 8 * few, (few, many)
-
-
-async def steps_of(workers: list[Worker], readers: int) -> int:
-    """The steps of the interpreter, in the runtime, as so many subscriptions ask while a delivery is awaited."""
-    name = f"of{readers}"
-    await workers[0].publish(name, {"step": 1})
-    publisher, record = workers[0]._node.publications.publishers[name], workers[1]._node.engine.record
-    answers = [publisher.want(record, Want(name, number + 1, 1, False, [], False)) for number in range(readers)]
-    others: list[Future[Any]] = [Future(), Future()]
-    for other in others:
-        publisher.delivered(2, 2, 0.0, other)
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace if "publication" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for number in range(readers):
-            answers.append(publisher.want(record, Want(name, number + 1, 1, False, [], False)))
-    finally:
-        sys.settrace(before)
-    await workers[0].unpublish(name)
-    assert all(not other.value().reached for other in others)
-    for answer in answers:
-        assert not isinstance(answer, tuple) and answer.done() and answer.exception() is not None
-    return count

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import errno
 import gc
 import logging
-import pickle
 import signal
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +20,10 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
-from aiorpc.channels.segments import PrivateMapping
-from aiorpc.protocol.publication import Latest, Lease, SubscriptionClosed, Unpublished, Want
-from aiorpc.runtime.publication.leases import release_lease
-from aiorpc.runtime.publication.subscription import Subscription
+from aiorpc.protocol.publication import SubscriptionClosed, Unpublished, Want
 from aiorpc.testing import cluster
+from aiorpc.types import Subscription
 from tests.processes.workers import until
-from tests.runtime.stores import Stuck, WatchedStore
 from tests.unlooked import unlooked_at
 
 LARGE = 1 << 16  # floats: more than stands in a message itself
@@ -65,41 +58,6 @@ async def test_readers_get_what_was_published(trio: list[Worker]) -> None:
             assert (got.version, got.publisher) == (1, trio[0].info)
         with pytest.raises(StopAsyncIteration):
             await anext(subscription)
-
-
-@asynccontextmanager
-async def with_a_silent_store(timeout: float) -> AsyncIterator[list[Worker]]:
-    """Two workers; the store of the second one does not answer that any more. timeout: its option rpc_timeout."""
-    inner = HashStore()
-    silent, stuck = WatchedStore(inner), Stuck()
-    options = RpcBackendOptions(rpc_timeout=timeout)
-    async with (
-        rpc.init("worker0", store=inner) as first,
-        rpc.init("worker1", store=silent, options=options) as second,
-    ):
-        await until(lambda: len(first.worker_infos()) == 2)
-        silent.look = stuck
-        try:
-            yield [first, second]
-        finally:
-            stuck.open.set()
-
-
-async def test_a_subscriber_hears_of_the_publisher_while_the_store_says_nothing() -> None:
-    """It is the publisher that says so, wherever the reader looks for it."""
-    async with with_a_silent_store(20.0) as workers, workers[1].subscribe("policy") as versions:
-        reading = asyncio.ensure_future(anext(versions))
-        for _ in range(100):
-            await asyncio.sleep(0)  # it looks in the store
-        await workers[0].publish("policy", weights(1))
-        assert number_of((await reading).value) == 1
-
-
-async def test_who_publishes_at_a_store_that_says_nothing_is_told_so_in_time() -> None:
-    """After as long as a call may take, in place of a wait without an end."""
-    async with with_a_silent_store(0.2) as workers:
-        with pytest.raises(rpc.errors.RendezvousError, match=r"the store of the group has not answered for 0\.2 s"):
-            await workers[1].publish("policy", weights(1))
 
 
 async def test_a_late_subscriber_begins_with_the_newest_version(pair: list[Worker]) -> None:
@@ -229,27 +187,6 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
         assert len(pair[0]._node.memory.slots.numbers()) <= 10
 
 
-async def test_a_reader_that_has_locked_its_memory_gives_slots_back(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system keeps what such a program has written to (`mlockall`): it sees each version as it is all the same."""
-
-    def refuse(self: PrivateMapping) -> None:
-        raise OSError(errno.EINVAL, "the pages of a private mapping cannot be dropped")
-
-    monkeypatch.setattr(PrivateMapping, "forget_writes", refuse)
-    async with pair[1].subscribe("policy") as versions:
-        for number in range(1, 9):
-            await pair[0].publish("policy", weights(number))
-            got = await anext(versions)
-            assert (got.version, number_of(got.value)) == (number, number)
-            got.value["w"].fill_(-1)
-            del got
-            await until(lambda: slots_of(pair[0]) <= 2)
-    await until(lambda: slots_of(pair[0]) == 1)
-    assert len(pair[0]._node.memory.slots.numbers()) <= 4
-
-
 async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: list[Worker]) -> None:
     """A subscription that has ended does not end what was taken from it."""
     versions = pair[1].subscribe("policy")
@@ -274,40 +211,11 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     assert await last.delivered() == rpc.types.Delivery(2, (), (), (), reached=True)
 
 
-@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
-async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[Any], object]) -> None:
-    """A copy that goes would end the other one. Nothing is said to the log or to stderr."""
-    versions = pair[1].subscribe("policy")
-    with pytest.raises(rpc.RpcUsageError, match="subscription to 'policy' cannot be copied"):
-        use(versions)
-    with pytest.raises(rpc.errors.SerializationError, match=r"argument 0 of .*subscription to 'policy'"):
-        pair[1].call("worker0", len, versions)  # type: ignore[call-overload]
-    gc.collect()
-    await pair[0].publish("policy", weights(1))
-    assert number_of((await anext(versions)).value) == 1
-    versions.close()
-    await until(lambda: not pair[1]._node.publications.prefetchers)
-
-
-def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
-    """As one is whose making was interrupted."""
-    versions = Subscription.__new__(Subscription)
-    versions.__del__()
-
-
 class Signals:
     """Its unpickling is interrupted by a signal, as long as a handler is there."""
 
     def __reduce__(self) -> Any:
         return signal.raise_signal, (signal.SIGUSR1,)
-
-
-async def comes_once(version: int, got: list[int], versions: Subscription[Any], place: str | None) -> None:
-    """That a turn which was interrupted at a place has got the version, or that the next one does. Clears `got`."""
-    if not got:
-        got.append((await anext(versions)).version)
-    assert got == [version], place
-    got.clear()
 
 
 # If it comes just before one of these is awaited:
@@ -448,38 +356,6 @@ async def test_the_newest_version_is_there_at_once_or_not(pair: list[Worker]) ->
         with pytest.raises(StopAsyncIteration):
             await anext(versions)
     assert versions.newest() is None
-
-
-async def test_newest_raises_what_a_turn_raises(pair: list[Worker]) -> None:
-    """A value that cannot be read here, and a worker that has shut down."""
-    versions = pair[1].subscribe("policy")
-    published = await pair[0].publish("policy", Unreadable())
-    await published.delivered(quorum=1)
-    with pytest.raises(rpc.RpcError, match="version 1 of 'policy' cannot be read here"):
-        versions.newest()
-    await pair[1].shutdown(graceful=False)
-    with pytest.raises(rpc.WorkerClosed):
-        versions.newest()
-
-
-async def test_a_turn_that_nobody_looks_at_ends_without_a_word(pair: list[Worker]) -> None:
-    """It was kept under way as the name ended, or as the subscription was closed."""
-    said: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
-    await pair[0].publish("policy", weights(1))
-    for end in (lambda: pair[0].unpublish("policy"), None):
-        async with pair[1].subscribe("policy") as versions:
-            if end is not None:
-                await anext(versions)
-            turn = asyncio.ensure_future(anext(versions))
-            await asyncio.sleep(0)
-            if end is not None:
-                await end()
-                await until(turn.done)
-        await until(turn.done)
-        del turn, versions
-        gc.collect()
-    assert not said
 
 
 async def test_taking_a_version_may_be_cancelled(pair: list[Worker]) -> None:
@@ -666,41 +542,6 @@ async def test_what_a_publisher_has_left_behind_is_read_by_the_rights_that_it_ha
         versions.close()
 
 
-async def test_what_this_worker_has_of_a_publisher_is_read_by_the_rights_of_that_one() -> None:
-    """By a further subscription here, when the publisher has gone; this worker serves nothing to its own role."""
-    store, options = HashStore(), RpcBackendOptions(allow={"learner": "*"})
-    async with Worker("reader", store=store, options=options) as reader:
-        first = reader.subscribe("policy")
-        async with Worker("publisher", store=store, role="learner") as publisher:
-            await publisher.publish("policy", weights(1))
-            assert number_of((await anext(first)).value) == 1
-        await until(lambda: reader._node.group.is_gone(publisher._node.engine.record))
-        second = reader.subscribe("policy")
-        assert number_of((await anext(second)).value) == 1
-        first.close()
-        second.close()
-
-
-async def test_what_was_left_behind_comes_from_one_whose_pickles_are_read() -> None:
-    """Where several have it, whatever their order."""
-    store, options = HashStore(), RpcBackendOptions(allow={"actor": ["published/*:publish"], "*": "*"})
-    async with contextlib.AsyncExitStack() as stack:
-        publisher = await Worker("publisher", store=store)
-        readers: list[Worker] = []
-        for role in ("actor", "learner", "actor"):
-            worker = Worker(f"reader{len(readers)}", store=store, role=role)
-            readers.append(await stack.enter_async_context(worker))
-        subscriptions = [stack.enter_context(worker.subscribe("policy")) for worker in readers]
-        await publisher.publish("policy", weights(1))
-        for versions in subscriptions:
-            await anext(versions)
-        await publisher.shutdown(graceful=False)
-        await until(lambda: all(each._node.group.is_gone(publisher._node.engine.record) for each in readers))
-        newcomer = await stack.enter_async_context(Worker("newcomer", store=store, options=options))
-        with newcomer.subscribe("policy") as versions:
-            assert number_of((await anext(versions)).value) == 1
-
-
 async def test_a_worker_that_leaves_ends_its_subscriptions_and_waits() -> None:
     """Whoever waits for a version, or for a delivery, is told that the worker has shut down."""
     async with cluster(2) as workers:
@@ -715,19 +556,6 @@ async def test_a_worker_that_leaves_ends_its_subscriptions_and_waits() -> None:
         await delivered
     with pytest.raises(rpc.WorkerClosed):
         workers[1].publish("value", weights(1))
-
-
-async def test_who_is_about_to_leave_holds_nothing(pair: list[Worker]) -> None:
-    """Its subscriptions end while their publishers can be told so, as its process may live on."""
-    async with pair[1].subscribe("policy") as versions:
-        await pair[0].publish("policy", weights(1))
-        await anext(versions)
-        pair[1]._node.publications.leave()
-        with pytest.raises(rpc.WorkerClosed):
-            await anext(versions)
-        await until(lambda: not pair[0]._node.publications.publishers["policy"].subscribers)
-        await pair[0].publish("policy", weights(2))
-        assert slots_of(pair[0]) == 1
 
 
 async def test_who_has_left_holds_nothing_though_its_process_lives() -> None:
@@ -787,32 +615,6 @@ async def test_the_last_version_stays_with_its_readers(value: Any) -> None:
         assert torch.equal(got.value, value) if isinstance(value, torch.Tensor) else got.value == value
 
 
-def too_busy(_: str) -> Latest:
-    """In place of what a worker has of a name; whoever asks gets no more of it than if nothing were said in time."""
-    raise rpc.Overloaded("not now")
-
-
-async def test_versions_go_up_past_a_reader_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes the name over counts on behind whatever such a reader may have, so it gets the next version."""
-    async with (
-        three_of_a_free_group() as (first, second, reader),
-        reader.subscribe("policy", timeout=20) as versions,
-    ):
-        for number in (1, 2, 3):
-            await first.publish("policy", weights(number))
-            assert (await anext(versions)).version == number
-        await first.shutdown()
-        monkeypatch.setattr(reader._node.publications, "latest", too_busy)
-        published = await second.publish("policy", weights(4))
-        delivered = published.delivered(quorum=1, timeout=20)
-        got = await anext(versions)
-        assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 4)
-        assert got.version > 3 and (await delivered).has == (reader.info,)
-        published = await second.publish("policy", weights(5))
-        assert published.version == got.version + 1
-        assert (await anext(versions)).version == published.version
-
-
 async def test_versions_go_on_where_they_were_though_nobody_reads_them_just_then() -> None:
     """Whoever has read a name, and subscribes to it again, gets no other version under a number that it has read."""
     async with three_of_a_free_group() as (first, second, reader):
@@ -828,52 +630,6 @@ async def test_versions_go_on_where_they_were_though_nobody_reads_them_just_then
             assert (got.version, number_of(got.value)) == (4, 4.0)
 
 
-async def test_a_name_is_not_taken_over_by_what_was_said_before_its_publisher_was_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who has not heard yet that it is published asks for versions once the publisher is gone, and not before."""
-    async with three_of_a_free_group() as (first, second, reader):
-        assert (await first.publish("policy", weights(1))).version == 1
-        publications = second._node.publications
-        ask_all = publications.names.ask_all
-
-        async def ask_and_be_late(name: str) -> Any:
-            found = await ask_all(name)
-            assert (await first.publish("policy", weights(2))).version == 2
-            async with reader.subscribe("policy", timeout=20) as versions:
-                assert (await anext(versions)).version == 2
-            await first.shutdown()
-            return found
-
-        await until(lambda: publications.names.get("policy"))
-        monkeypatch.setattr(publications.names, "get", lambda _: None)
-        monkeypatch.setattr(publications.names, "ask_all", ask_and_be_late)
-        with pytest.raises(rpc.RpcUsageError, match="published by worker 'first'"):
-            await second.publish("policy", weights(3))
-
-
-async def test_a_new_publisher_is_followed_whatever_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version that was on its way to a reader as the name was taken over keeps it from no later one."""
-    async with (
-        three_of_a_free_group() as (first, second, reader),
-        reader.subscribe("policy", timeout=20) as versions,
-    ):
-        kept = []
-        for number in (1, 2, 3):
-            await first.publish("policy", weights(number))
-            kept.append((await anext(versions)).value)
-        await first.shutdown()
-        monkeypatch.setattr(reader._node.publications, "latest", lambda name: Latest(name, 1, 0))
-        for number in (2, 3, 4):
-            published = await second.publish("policy", weights(10 * number))
-            assert published.version == number
-            got = await anext(versions)
-            assert (got.version, got.publisher, number_of(got.value)) == (number, second.info, 10 * number)
-            assert (await published.delivered(quorum=1, timeout=20)).has == (reader.info,)
-            kept.append(got.value)
-        assert [number_of(value) for value in kept] == [1, 2, 3, 20, 30, 40]
-
-
 async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None:
     """However many workers come and leave, it keeps no more than those that are there."""
     store = HashStore()
@@ -887,33 +643,6 @@ async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None
             assert len(publisher.told) == 1
             await guest.shutdown()
             await until(lambda: not publisher.told)
-
-
-async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker that refuses to be told, as it is overloaded, counts as a reader, and is told again."""
-    there = pair[1]._node.publications
-    heard, refused = there.on_lease, 0
-
-    def refuse(lease: Lease, caller_id: int) -> int:
-        nonlocal refused
-        refused += 1
-        raise rpc.Overloaded("too many calls")
-
-    monkeypatch.setattr(there, "on_lease", refuse)
-    async with pair[1].subscribe("policy", timeout=20) as versions:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(versions), 0.01)
-        with caplog.at_level(logging.WARNING, "aiorpc"):
-            published = await pair[0].publish("policy", weights(1))
-            await until(lambda: refused >= 2)
-        assert caplog.text.count("who publishes 'policy', and goes on trying: too many calls") == 1
-        delivery = await published.delivered(timeout=0.01)
-        assert (delivery.missing, delivery.reached) == ((pair[1].info,), False)
-        monkeypatch.setattr(there, "on_lease", heard)
-        assert number_of((await anext(versions)).value) == 1
-        assert (await published.delivered()).has == (pair[1].info,)
 
 
 async def test_subscriptions_end_when_the_name_is_unpublished(trio: list[Worker]) -> None:
@@ -1023,119 +752,3 @@ async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> No
     pair[0]._node.publications.on_unpublished(Unpublished("policy", 1), pair[0].info.id)  # who speaks for itself alone
     async with pair[0].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
-
-
-async def test_a_name_stays_as_it_is_when_the_store_cannot_be_asked(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others would not find it free; so it is published still, and may be unpublished later."""
-
-    def swap(*_: object, **__: object) -> str:
-        raise rpc.errors.RendezvousError("the store is gone")
-
-    async with pair[1].subscribe("policy") as versions:
-        await pair[0].publish("policy", weights(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(pair[0]._node.rendezvous, "swap", swap)
-            with pytest.raises(rpc.errors.RendezvousError, match="the store is gone"):
-                await pair[0].unpublish("policy")
-        await pair[0].publish("policy", weights(2))
-        assert number_of((await anext(versions)).value) in (1, 2)
-        await pair[0].unpublish("policy")
-        assert [each.version async for each in versions] in ([], [2])
-
-
-async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store says that it is free; and a reader that has not heard it follows the next publisher."""
-    engine = trio[0]._node.engine
-    engine.bounds = replace(engine.bounds, vouch=0.01)
-    late = [worker._node.publications for worker in trio[1:]]
-    heard = late[0].on_unpublished
-
-    def refuse(*_: object) -> None:
-        raise rpc.Overloaded("too many calls")
-
-    for each in late:
-        monkeypatch.setattr(each, "on_unpublished", refuse)
-    async with trio[2].subscribe("policy", timeout=20) as versions:
-        await trio[0].publish("policy", weights(1))
-        assert (await anext(versions)).version == 1
-        await trio[0].unpublish("policy")
-        assert all(each.names.get("policy") is not None for each in late)
-        published = await trio[1].publish("policy", weights(2))
-        assert published.version == 2
-        got = await anext(versions)
-        assert (got.version, got.publisher) == (2, trio[1].info)
-        monkeypatch.setattr(late[0], "on_unpublished", heard)
-
-
-async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
-    async with (
-        three_of_a_free_group() as (first, second, reader),
-        reader.subscribe("policy", timeout=20) as versions,
-    ):
-        await first.publish("policy", weights(1))
-        assert (await anext(versions)).version == 1
-        stands = first._node.publications.publishers["policy"].stands
-        await first._node.engine.steps.run(partial(release_lease, first._node.rendezvous, stands, 1))
-        await first._drop()
-        published = await second.publish("policy", weights(2))
-        got = await anext(versions)
-        assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)
-
-
-async def test_a_name_whose_end_the_store_has_not_confirmed_is_leased_anew(
-    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have released the name, and its answer was lost: then another worker may have it by now."""
-    first, second, reader = trio
-    rendezvous = first._node.rendezvous
-
-    def lose(*args: Any, **options: Any) -> str:
-        swap(*args, **options)
-        raise rpc.errors.RendezvousError("the answer was lost")
-
-    swap = rendezvous.swap
-    for taken in (False, True):
-        version = (await first.publish("policy", [1])).version
-        with monkeypatch.context() as patched:
-            patched.setattr(rendezvous, "swap", lose)
-            with pytest.raises(rpc.errors.RendezvousError, match="was lost"):
-                await first.unpublish("policy")
-        if not taken:
-            assert (await first.publish("policy", [2])).version == version + 1
-    assert (await second.publish("policy", [3])).version == version + 1
-    with pytest.raises(rpc.RpcUsageError, match="is published by worker 'worker1'"):
-        await first.publish("policy", [4])
-    async with reader.subscribe("policy", timeout=20) as versions:
-        assert (await anext(versions)).value == [3]
-
-
-async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who joins while that is tried hears of the lease once it has failed."""
-    async with cluster(2, dynamic=True) as workers:
-        publisher, other = workers
-        await publisher.publish("policy", [1])
-        publications = publisher._node.publications
-        rendezvous = publisher._node.rendezvous
-        began, fails = threading.Event(), threading.Event()
-
-        def fail(*_: Any, **__: Any) -> str:
-            began.set()
-            fails.wait(20)
-            raise rpc.errors.RendezvousError("it cannot be asked")
-
-        monkeypatch.setattr(rendezvous, "swap", fail)
-        ending = publisher.unpublish("policy")
-        await asyncio.to_thread(began.wait, 20)
-        told = publications.publishers["policy"].told
-        told.discard(other._node.engine.record.incarnation)  # as one that has joined just now
-        fails.set()
-        with pytest.raises(rpc.errors.RendezvousError, match="cannot be asked"):
-            await ending
-        await until(lambda: other._node.engine.record.incarnation in told)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, exposed
+from aiorpc import NotAllowed, Overloaded, RpcBackendOptions, RpcUsageError, Worker, exposed
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import PieceWanted, VersionArrived, VersionsReleased, Want
+from aiorpc.protocol.publication import VersionArrived, Want
 from aiorpc.runtime.calls.values import Results
 from aiorpc.runtime.publication.publisher import Publisher
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from aiorpc.runtime.publication.version_store import IN_PIECES, Origin, Stored, VersionStore
+from aiorpc.runtime.publication.version_store import Stored
 from aiorpc.testing import cluster
 from aiorpc.types import Subscription
 from tests.processes.workers import until
@@ -172,67 +172,6 @@ async def test_all_hosts_let_go_of_a_name_that_is_unpublished(monkeypatch: pytes
             subscription.close()
 
 
-async def test_who_is_busy_with_an_older_version_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds up the host behind it once, until that has waited long enough for a piece."""
-    async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
-        learner, busy, behind = workers.values()
-        subscriptions = await read_first(learner, busy, behind)
-        going_on = asyncio.Event()
-
-        async def stall(*_: object) -> None:
-            await going_on.wait()
-            raise RpcTimeout("enough")
-
-        relay = busy._node.publications.relays["policy"]
-        monkeypatch.setattr(relay, "_fill", stall)
-        for version, patience in ((2, 0.2), (3, 600.0)):
-            behind._node.engine.bounds = replace(behind._node.engine.bounds, stalled=patience)
-            await learner.publish("policy", weights(version, SIZE))
-            await turn(subscriptions[1:], version)
-        monkeypatch.undo()
-        going_on.set()
-        await turn(subscriptions[:1], 3)
-        await until(lambda: learner._node.memory.slots.used == 1)
-        for subscription in subscriptions:
-            subscription.close()
-
-
-async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether whoever fetched from it in pieces gets the rest elsewhere, or has gone."""
-    async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
-        learner, source, behind = workers.values()
-        await learner.publish("policy", weights(1, SIZE))
-        async with source.subscribe("policy") as versions:
-            await turn([versions], 1)
-            relay, there = source._node.publications.relays["policy"], behind._node.publications.outbound
-            for version, leave in ((2, True), (3, False)):
-                await there.piece(source._node.engine.record, PieceWanted("policy", version - 1, 0, 8))
-                await learner.publish("policy", weights(version, SIZE))
-                await turn([versions], version)
-                assert relay.stored == 2
-                if leave:
-                    there.tell(source._node.engine.record, VersionsReleased("policy", IN_PIECES, [version - 1]))
-                else:
-                    await workers.pop("c")._drop()
-                await until(lambda: relay.stored == 1)
-
-
-async def test_a_piece_is_of_the_version_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for it is woken when it has come; if the version is given up just then, another may lie there."""
-    async with hosts(monkeypatch, learner="a", b="b") as workers:
-        node, reader = workers["learner"]._node, workers["b"]._node.engine.record
-        origin = Origin(node.engine.id, "learner", node.engine.record.main, ("",))
-        versions, other = VersionStore(node, "policy"), VersionStore(node, "other")
-        stored = versions.begin(1, origin, (b"",), [], 2 * PIECE_SIZE)
-        waits = asyncio.ensure_future(versions.piece(reader, PieceWanted("policy", 1, 0, PIECE_SIZE)))
-        await until(lambda: bool(stored.holders))
-        versions.filled_to(stored, PIECE_SIZE)
-        versions.give_up(stored)
-        assert other.begin(1, origin, (b"",), [], 2 * PIECE_SIZE).slot is stored.slot
-        with pytest.raises(RpcUsageError, match="has version 1 of 'policy' no more"):
-            await waits
-
-
 async def test_what_a_reader_has_by_way_of_another_is_told_again_if_it_was_not_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,29 +190,6 @@ async def test_what_a_reader_has_by_way_of_another_is_told_again_if_it_was_not_h
         published = await workers["learner"].publish("policy", weights(1, SIZE))
         await turn([versions], 1)
         assert (await published.delivered(quorum=1)).has == (workers["b"].info,)
-
-
-async def test_a_reader_that_ends_while_it_waits_for_its_leader_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The publisher has told it who fetches for its host, and hears of the end from the reader itself."""
-    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
-        learner, b1, b2 = workers.values()
-        published = await learner.publish("policy", weights(1, SIZE))
-        async with b1.subscribe("policy") as stays:
-            await turn([stays], 1)
-            assert (await published.delivered(quorum=1)).has == (b1.info,)
-            relay = b1._node.publications.relays["policy"]
-            monkeypatch.setattr(relay, "want", lambda *_: asyncio.get_running_loop().create_future())
-            ends = b2.subscribe("policy")
-            await until(lambda: len(learner._node.publications.publishers["policy"].subscribers) == 3)
-            assert (await published.delivered(timeout=0.01)).missing == (b2.info,)
-            ends.close()
-            delivery = await published.delivered(timeout=30)
-            assert delivery.reached and delivery.has == (b1.info,)
-            monkeypatch.undo()
-            published = await learner.publish("policy", weights(2, SIZE))
-            await turn([stays], 2)
 
 
 async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from aiorpc.protocol.publication import (
     Want,
     write,
 )
-from aiorpc.runtime.publication import leases, publications, told, version_store
+from aiorpc.runtime.publication import leases, version_store
 from aiorpc.runtime.publication.content import take_apart
 from aiorpc.runtime.publication.handlers import digest, ended, latest, leased, pieced, released, unpublished, wanted
 from aiorpc.runtime.publication.leases import StandingLease
@@ -129,31 +129,6 @@ async def test_what_a_member_says_of_versions_counts_up_to_what_the_store_knows(
         assert (await liar.publish("policy", torch.ones(4))).version < 4 * leases.RESERVED + 10
 
 
-async def test_the_store_knows_a_limit_before_versions_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the name over counts on above it where a member says nothing."""
-    for module in (leases, publications):
-        monkeypatch.setattr(module, "RESERVED", 8)
-    store = HashStore()
-    async with cluster(1, dynamic=True, store=store) as (reader,):
-        async with Worker("first", store=store) as first:
-            for number in range(1, 31):
-                assert (await first.publish("policy", {"step": number})).version == number
-                publisher = first._node.publications.publishers["policy"]
-                await until(lambda publisher=publisher: not publisher.raising)  # type: ignore[misc]
-            limit = publisher.stands.limit
-            assert 30 < limit <= 38
-            await first.shutdown(graceful=False)
-        await until(lambda: len(reader.worker_infos()) == 1)
-
-        def silent(_: str) -> Latest:
-            raise rpc.Overloaded("not now")
-
-        monkeypatch.setattr(reader._node.publications, "latest", silent)
-        assert (await reader.publish("policy", {"step": 31})).version == limit + 1
-        await reader.unpublish("policy")
-        assert (await reader.publish("policy", {"step": 32})).version == limit + 2
-
-
 # --- rules for names ----------------------------------------------------------------------------------------------
 
 
@@ -238,48 +213,6 @@ async def test_what_a_publisher_has_left_is_taken_from_those_that_may_publish_it
             assert (await anext(versions)).version == 1
 
 
-async def test_what_was_left_is_handed_on_until_its_new_publisher_has_a_version() -> None:
-    """Between the lease to the name and the first version of it, versions of the one before are no false ones."""
-    store = HashStore()
-    async with Worker("actor", store=store) as actor, Worker("late", store=store) as late:
-        with actor.subscribe("policy", timeout=20) as kept, late.subscribe("policy", timeout=20) as versions:
-            async with Worker("learner", store=store) as learner:
-                await learner.publish("policy", torch.ones(4))
-                await anext(kept)
-                await anext(versions)
-            leased = actor._node.publications.names.lease("policy")
-            assert (await leased).lease.first > 1
-            with actor.subscribe("policy", timeout=20) as others:
-                assert (await anext(others)).publisher == learner.info
-            await actor.publish("policy", torch.ones(4))
-            assert (await anext(versions)).publisher == actor.info
-
-
-async def test_a_reader_hears_of_its_publisher_however_many_names_others_tell_of(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The names that it reads are looked up first, also where there is no room for more of them."""
-    monkeypatch.setattr(told, "_MOST_TOLD", 2000)
-    monkeypatch.setattr(told, "_AT_ONCE", 1)
-    looked: list[str] = []
-    find_lease = leases.find_lease
-
-    def find(rendezvous: Any, name: str) -> Any:
-        looked.append(name)
-        return find_lease(rendezvous, name)
-
-    async with pair[0].subscribe("policy", timeout=20) as versions:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(versions), 0.05)
-        there, record = pair[0]._node.publications, pair[1]._node.engine.record
-        for number in range(2500):
-            there.on_lease(Lease(f"of{number}", 1, record.id, record.name, 1), record)
-        monkeypatch.setattr(told, "find_lease", find)
-        await pair[1].publish("policy", torch.ones(4))
-        assert (await anext(versions)).publisher == pair[1].info
-    assert len(looked) < 1000
-
-
 async def test_subscriptions_that_have_ended_count_as_long_as_they_hold_versions(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,17 +238,3 @@ async def test_subscriptions_that_have_ended_count_as_long_as_they_hold_versions
     await read(15, [1])
     with pytest.raises(rpc.Overloaded, match="4 subscriptions"):
         await read(16, [1])
-
-
-async def test_a_subscription_that_goes_on_after_its_end_has_what_it_held(pair: list[Worker]) -> None:
-    """Of the versions that it was given before, none stays in memory when it has let go of them."""
-    learner, reader = pair
-    for version in (1, 2):
-        await learner.publish("policy", torch.ones(4096))
-        await say(reader, learner, wanted, Want("policy", 1, version - 1, True, [], False))
-        await say(reader, learner, ended, SubscriptionClosed("policy", 1, [version]))
-    publisher = learner._node.publications.publishers["policy"]
-    await learner.publish("policy", torch.ones(4096))
-    assert [version for version in (1, 2, 3) if publisher.has(version)] == [2, 3]
-    await say(reader, learner, released, VersionsReleased("policy", 1, [2]))
-    assert [version for version in (1, 2, 3) if publisher.has(version)] == [3]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import dataclasses
 import gc
 import logging
 import pickle
@@ -29,9 +27,9 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
-from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
-from aiorpc.runtime.calls.current import current_node
+from aiorpc.protocol.reference_messages import LENT, PassedReference
 from aiorpc.testing import Faults, cluster
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
@@ -170,13 +168,13 @@ async def test_remote_returns_at_once(workers: list[Worker], gate: Gate) -> None
 
 async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     """remote(to, func, *args) and torch's remote(to, func, args=(...)); a lone tuple or list is torch's args."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     one, two = aiorpc.remote("worker1", divmod, 7, 2), aiorpc.remote("worker1", divmod, (7, 2))
     three = aiorpc.remote("worker1", divmod, args=[7, 2])  # type: ignore[call-overload]
     four = aiorpc.remote("worker1", dict, args=(), kwargs={"a": 1}, timeout=5)
     five = aiorpc.peer("worker1").remote(sum, (1, 2))
     assert [await rref for rref in (one, two, three, four, five)] == [(3, 1), (3, 1), (3, 1), {"a": 1}, 3]
-    current_node.reset(token)
+    act_no_more(token)
 
 
 def _given(*args: Any, **kwargs: Any) -> Any:
@@ -206,51 +204,9 @@ async def test_which_form_of_remote_is_meant(
     workers: list[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Any
 ) -> None:
     """torch's form where everything that follows the function is of the kinds that torch takes there."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     assert await aiorpc.remote("worker1", _given, *args, **kwargs) == wanted
-    current_node.reset(token)
-
-
-async def test_special_methods_by_proxy(workers: list[Worker]) -> None:
-    """They are methods like others, for whoever calls them by name."""
-    rref = workers[0].remote("worker1", dict, a=1)
-    await rref.rpc_async().__setitem__("b", 2)
-    assert await rref.rpc_async().__len__() == 2
-    assert await rref.rpc_async().__getitem__("b") == 2
-    assert not await (await asyncio.to_thread(rref.remote().__contains__, "c"))
-
-
-@dataclasses.dataclass
-class Config:
-    """What a program may keep a proxy in, and take apart with `dataclasses.asdict`."""
-
-    model: Any
-
-
-@pytest.mark.parametrize("verb", ["rpc_sync", "rpc_async", "remote", "stream"])
-async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str) -> None:
-    """A copy is a proxy of the same value; what would copy the value itself, or take the proxy along, is refused."""
-    rref = workers[0].remote("worker1", Thing, 5)
-    proxy = getattr(rref, verb)(7.0)
-    await rref
-    made = workers[0].statistics().calls_made
-    other = copy.copy(proxy)
-    assert type(other) is type(proxy)
-    assert (other._rref, other._verb, other._timeout) == (rref, verb, 7.0)
-    uses: list[Callable[[], object]] = [
-        lambda: copy.deepcopy(proxy),
-        lambda: copy.deepcopy([proxy]),
-        lambda: dataclasses.asdict(Config(proxy)),
-        lambda: pickle.dumps(proxy),
-    ]
-    for use in uses:
-        with pytest.raises(RpcUsageError, match=rf"{verb}\(\) of .*RRefId.* no deep copy"):
-            use()
-    with pytest.raises(aiorpc.errors.SerializationError, match=rf"argument 0 of .*{verb}\(\) of .* pickled or sent"):
-        workers[0].call("worker1", len, proxy)
-    assert workers[0].statistics().calls_made == made
-    if verb == "rpc_async":
-        assert await other.get() == 5
+    act_no_more(token)
 
 
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
@@ -266,7 +222,7 @@ async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: lis
 
 async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     """RRef(value) is owned here, confirmed from the beginning, and readable everywhere."""
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     thing = Thing(3)
     rref = RRef(thing)
     assert rref.is_owner() and rref.confirmed_by_owner() and rref.local_value() is thing
@@ -274,7 +230,7 @@ async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     assert await workers[0].call("worker1", read, rref) == 3
     assert await workers[0].call("worker2", forward, rref, "worker1") == 3
     assert await rref.rpc_async().get() == 3
-    current_node.reset(token)
+    act_no_more(token)
     del thing
 
 
@@ -410,59 +366,6 @@ async def test_a_reference_whose_construction_failed_can_be_passed_on(workers: l
         await workers[0].call("worker2", read, rref)
 
 
-def returns_failing() -> RRef[Thing]:
-    return aiorpc.remote("worker0", slow_failing)
-
-
-async def use_returned(worker: Worker) -> None:
-    rref = await worker.call("worker1", returns_failing)
-    _gates["it"].open.set()
-    await rref
-
-
-async def use_and_keep(worker: Worker) -> None:
-    rref = worker.remote("worker1", slow_failing)
-    _gates["it"].open.set()
-    await rref
-
-
-# Each with the number of calls of worker0 after which the value may fail; two let it fail themselves.
-_uses: dict[str, tuple[int, Callable[[Worker], Awaitable[object]]]] = {
-    "await": (2, lambda worker: worker.remote("worker1", slow_failing)),
-    "to_here": (2, lambda worker: asyncio.to_thread(lambda: worker.remote("worker1", slow_failing).to_here())),
-    "rpc_async": (2, lambda worker: worker.remote("worker1", slow_failing).rpc_async().get()),
-    "remote": (2, lambda worker: worker.remote("worker1", slow_failing).remote().get()),
-    "of the runtime": (2, lambda worker: worker.remote("worker1", slow_failing)._call_method("get", (), 30.0)),
-    "passed on": (2, lambda worker: worker.call("worker2", read, worker.remote("worker1", slow_failing))),
-    "await, here": (1, lambda worker: worker.remote("worker0", slow_failing)),
-    "local_value": (1, lambda worker: asyncio.to_thread(lambda: worker.remote("worker0", slow_failing).local_value())),
-    "returned": (0, use_returned),
-    "kept": (0, use_and_keep),
-}
-
-
-@pytest.mark.parametrize("use", _uses)
-async def test_an_error_of_the_construction_that_a_user_got_is_not_logged(
-    workers: list[Worker], gate: Gate, caplog: pytest.LogCaptureFixture, use: str
-) -> None:
-    """Whichever comes first: the answer to the creation, or the end of the handle."""
-    calls, begin = _uses[use]
-
-    async def run() -> None:
-        with pytest.raises(KeyError, match="no thing"):
-            await begin(workers[0])
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(run())
-        if calls:
-            await until(lambda: workers[0].statistics().calls_made >= calls)
-            gate.open.set()
-    await until(lambda: all(worker.is_idle() for worker in workers))
-    await until_no_references(workers)
-    gc.collect()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
 async def test_a_construction_that_timed_out(workers: list[Worker], gate: Gate) -> None:
     """The reference raises RpcTimeout from then on; the owner frees what came of it."""
     rref = workers[0].peer("worker1", timeout=0.03).remote(slow_thing, 1)
@@ -473,21 +376,6 @@ async def test_a_construction_that_timed_out(workers: list[Worker], gate: Gate) 
     with pytest.raises(RpcTimeout, match="slow_thing"):
         rref.rpc_async().get()
     gate.open.set()
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("retries", [0, 2])
-async def test_a_construction_that_timed_out_is_not_passed_on(
-    workers: list[Worker], retries: int, inside: bool
-) -> None:
-    """Whoever wants to gets its error, and not one that says that the reference could not be written."""
-    rref = workers[0].peer("worker1", timeout=0.03).remote(never_made)
-    await until(lambda: workers[0].statistics().calls_timed_out == 1)
-    for _ in range(2):
-        with pytest.raises(RpcTimeout, match=r"set timeout \(0.03 s\): the call of .*never_made on worker 'worker1'"):
-            workers[0].peer("worker2", retries=retries).call(str, [rref] if inside else rref)
-        with pytest.raises(RpcTimeout, match="never_made on worker 'worker1'"):
-            workers[0].group(["worker1", "worker2"]).call(str, [rref] if inside else rref)
 
 
 async def never_made() -> Thing:
@@ -571,10 +459,6 @@ def wait_with(rref: RRef[Thing]) -> int:
     return int(rref.local_value().value)
 
 
-def box_of(box: dict[str, RRef[Thing]]) -> Any:
-    return box["it"].local_value().value
-
-
 async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate: Gate) -> None:
     """G18: nobody counts it, as the call keeps it until there is an answer, and no longer."""
     rref = workers[0].remote("worker1", Thing, 3)
@@ -589,37 +473,6 @@ async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate
     assert await call == 3
     await until(lambda: not Thing.alive)
     assert not workers[0]._node.peers.find("worker1").pending.lent
-
-
-async def test_a_reference_inside_of_others_is_lent_as_well(workers: list[Worker]) -> None:
-    """Also by who has it from somebody else, and by the owner to itself."""
-    rref = workers[0].remote("worker1", Thing, 3)
-    await rref
-    assert await workers[0].call("worker1", box_of, {"it": rref}) == 3
-    assert await workers[0].call("worker2", send_home, rref, "worker1") == (True, 3)
-    own = workers[0].remote("worker0", Thing, 4)
-    await own
-    assert await workers[0].call("worker0", local, own) == (True, 4)
-
-
-async def test_what_was_lent_outlives_its_call(workers: list[Worker], gate: Gate) -> None:
-    """The owner's handle has the value, whoever lets go of it elsewhere, and can be passed on at any time."""
-    rref = workers[0].remote("worker1", Thing, 3)
-    await rref
-    await workers[0].call("worker1", keep, rref)
-    await workers[0].call("worker1", keep, rref)
-    assert await workers[1].call("worker2", read, gate.kept[0]) == 3
-    await until(lambda: workers[1]._node.references.counts().forks == 2)  # that one is counted from now on
-    gate.kept.pop(0)
-    del rref
-    await until(lambda: gc.collect() < 0 or workers[1]._node.references.counts().forks == 0)
-    (lent,) = gate.kept
-    assert lent.is_owner() and lent.local_value().value == 3
-    assert await workers[1].call("worker2", read, lent) == 3
-    assert await workers[1].call("worker0", call_on, lent, 2) == 5
-    gate.kept.clear()
-    del lent
-    await until(lambda: gc.collect() < 0 or not Thing.alive)
 
 
 async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them() -> None:
@@ -637,21 +490,6 @@ async def test_calls_on_a_reference_of_a_lost_owner_fail_for_who_waits_for_them(
                     await waits
             with pytest.raises(PeerLost):
                 await asyncio.to_thread(each.rpc_sync().get)
-
-
-async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
-    """The owner's handle waits for what will be the value, and breaks if that will never be."""
-    table = workers[1]._node.references
-    name = ReferenceId(0, 1001, 7)
-    table._run(table._table.on_message, 2, Add(name, ReferenceId(2, 1002)))  # worker 2 was passed it, and is faster
-    (early,) = table.load([PassedReference(name, 1, LENT, 0)], 2)
-    waiting = early._value_future()
-    assert not waiting.done()
-    table._run(table._table.on_message, 0, Never(name))
-    with pytest.raises(RpcError, match="the value was never created"):
-        await waiting
-    with pytest.raises(RpcError, match="cannot be used"):
-        await early
 
 
 async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], gate: Gate) -> None:
@@ -675,25 +513,6 @@ async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], g
 # --- references of other workers --------------------------------------------------------------------------------------
 
 
-async def test_a_worker_passes_on_its_own_references_alone(workers: list[Worker], gate: Gate) -> None:
-    """One of another worker of this process is refused before anything is sent, and nothing stays pinned for it."""
-    rref, own = workers[0].remote("worker1", Thing, 3), workers[0]._node.references.refer_to(Thing(4))
-    await rref
-    await workers[0].call("worker1", keep, rref)
-    for foreign in (rref, own, gate.kept[0]):
-        before = [worker._node.references.counts() for worker in workers]
-        mine = "worker1" if foreign is gate.kept[0] else "worker0"
-        wanted = f"worker 'worker2' cannot pass on a reference of another worker: only '{mine}' can"
-        with pytest.raises(RpcUsageError, match=wanted):
-            workers[2].call("worker0", read, foreign)
-        with pytest.raises(RpcUsageError, match=wanted):
-            workers[2].call("worker1", box_of, {"it": foreign})
-        assert [worker._node.references.counts() for worker in workers] == before
-    assert await workers[0].call("worker2", read, rref) == 3
-    gate.kept.clear()
-    del foreign
-
-
 # --- the end of a value -----------------------------------------------------------------------------------------------
 
 
@@ -711,16 +530,6 @@ async def test_the_owner_frees_when_the_last_holder_is_gone(workers: list[Worker
     assert await workers[2].call("worker2", read, gate.kept[0]) == 1 and watch() is not None
     gate.kept.clear()
     await until(lambda: watch() is None)
-
-
-async def test_a_reference_dropped_at_once(workers: list[Worker], gate: Gate) -> None:
-    """Nobody needs a name for it: the call runs, its value is freed."""
-    for _ in range(20):
-        workers[0].remote("worker1", Thing, 1)
-        workers[0].remote("worker0", Thing, 1)
-    await workers[0].call("worker1", len, "")
-    gc.collect()
-    await until_no_references(workers)
 
 
 async def sum_by_group(worker: Worker, x: torch.Tensor) -> float:
@@ -757,13 +566,13 @@ async def test_a_method_with_long_arguments_finds_the_value_whose_handle_has_die
 async def test_the_owner_calls_a_value_that_nobody_else_holds(workers: list[Worker], size: int) -> None:
     """The handle may be dropped at once: the value is there until the call has ended, however long that takes."""
     argument = torch.ones(size)
-    token = current_node.set(workers[0]._node)
+    token = act_as(workers[0])
     for _ in range(5):
         assert await RRef(Thing(3)).rpc_async().take(argument) == size
         assert await RRef(Thing(3)).remote().take(argument) == size
         assert [item async for item in RRef(Thing(3)).stream().items(argument)] == [3, size]
         assert (await workers[0].group(["worker0"]).remote(Thing, 3).rpc_async().take(argument)).values() == [size]
-    current_node.reset(token)
+    act_no_more(token)
 
 
 async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:
@@ -816,9 +625,9 @@ class Explodes:
 async def test_what_remains_at_shutdown_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """With owner, type and the line that made it, at the owner and at the user; in the report and in the log."""
     async with cluster(2) as workers:
-        token = current_node.set(workers[1]._node)
+        token = act_as(workers[1])
         own = RRef(Thing(2))
-        current_node.reset(token)
+        act_no_more(token)
         rref = workers[0].remote("worker1", Thing, 1)
         await rref
         with caplog.at_level(logging.INFO, "aiorpc"):
@@ -931,16 +740,3 @@ async def test_who_waits_for_a_value_hears_that_its_owner_is_gone(killed: bool) 
             assert not isinstance(failure.value, PeerLost) or failure.value.worker == "worker1"
             del failure
     WAITING.clear()
-
-
-async def test_who_waits_for_a_value_of_its_own_worker_hears_that_it_shuts_down() -> None:
-    """Whoever has begun to create it, and however far that is."""
-    WAITING.clear()
-    async with cluster(2, dynamic=True) as (owner, creator):
-        rref = creator.remote("worker0", for_ever)
-        await creator.call("worker0", begin_to_read, rref)
-        del rref
-        await until(lambda: len(owner.pending_calls()) == 1)
-        await owner.shutdown(graceful=False)
-        with pytest.raises(WorkerClosed, match="worker 'worker0', which owns the value, shut down"):
-            await asyncio.wait_for(WAITING.pop(), LIMIT)

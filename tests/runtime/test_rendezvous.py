@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import hashlib
 import json
@@ -20,19 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from torch.distributed import DistStoreError, HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
-from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
+from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.engine.host import host_identity
 from aiorpc.runtime.meeting import stores
-from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.meeting_place import MeetingPlace
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.patience import Patience
@@ -42,7 +39,6 @@ from tests.limits import busy
 from tests.ports import free_port
 from tests.processes.workers import has_stopped, process_state
 from tests.processes.zygote import Zygote, zygote
-from tests.runtime.stores import WatchedStore
 
 pytestmark = pytest.mark.usefixtures("server_made_once")
 T = TypeVar("T")
@@ -201,15 +197,6 @@ def test_all_ranks_learn_the_same_members(group: Group) -> None:
         assert (opened.generation, opened.dynamic, opened.world_size) == (1, False, 4)
 
 
-def test_only_rank_0_hosts_a_tcp_store() -> None:
-    """The others are clients, and the address they announce is the loopback one."""
-    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
-    group.join_all(3)
-    assert {opened.rank: opened.hosts_store for opened in group.opened} == {0: True, 1: False, 2: False}
-    assert {opened.local_address() for opened in group.opened} == {"127.0.0.1"}
-    group.close()
-
-
 def test_a_name_used_twice_is_an_error_on_every_rank(group: Group) -> None:
     """The error names the name and both ranks."""
     names = ["same", "other", "same"]
@@ -227,33 +214,6 @@ def test_different_world_sizes_are_an_error_on_every_rank(group: Group) -> None:
         assert "(rank 0," in text and "(rank 1," in text
         assert "says 3" in text and "says 4" in text
     assert time.monotonic() - started < PATIENCE / 2
-
-
-def test_one_that_has_not_agreed_to_the_world_size_is_no_member(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its place, and has not looked yet at the size that the first one gave: nobody takes it for a member."""
-    looks: list[tuple[str, ...]] = []
-    has, swap = KeyValueClient.has, KeyValueClient.swap
-
-    def count(kv: KeyValueClient, *keys: str) -> bool:
-        looks.append(keys)
-        return has(kv, *keys)
-
-    def hold_up(kv: KeyValueClient, key: str, expected: str, desired: str) -> str:
-        if key == "1/world" and json.loads(desired)[0] == 3:
-            wait_until(lambda: looks.count(("1/slot/0", "1/slot/1")) > 2, "rank 0 has looked for rank 1")
-        return swap(kv, key, expected, desired)
-
-    monkeypatch.setattr(KeyValueClient, "has", count)
-    monkeypatch.setattr(KeyValueClient, "swap", hold_up)
-
-    def join_early() -> list[WorkerRecord]:
-        assert here.store is not None
-        store = here.store
-        wait_until(lambda: store.check(["aiorpc/1/slot/1"]), "rank 1 has its place")
-        return here.join(0, 2)
-
-    for text in texts(together(join_early, lambda: here.join(1, 3))):
-        assert "world_size differs" in text
 
 
 def test_a_rank_beyond_the_world_is_an_error_on_every_rank(group: Group) -> None:
@@ -286,37 +246,6 @@ def test_a_second_holder_does_not_disturb_a_complete_group(group: Group) -> None
     assert group.opened[0].find("late", PATIENCE) is None
 
 
-def test_a_second_holder_is_refused_while_one_that_left_comes_back(here: Group) -> None:
-    """Rank 0 left and wants its place again; a stranger may not take the rank that the old rank 1 still holds."""
-    here.join_all(2)
-    here.opened[0].leave(here.opened[0].members()[0])
-    store = here.store
-    assert store is not None
-
-    def stranger() -> list[WorkerRecord]:
-        wait_until(lambda: bool(store.check(["aiorpc/1/slot/0/1"])), "rank 0 claims its place")
-        return here.join(1, 2, "stranger")
-
-    back, second = texts(together(lambda: here.join(0, 2, timeout=5.0), stranger))
-    assert "rank 1 was taken twice: by worker1" in second and "stranger" in second
-    assert "cannot have the place of worker0" in back and "which has left" in back and "that is for its leader" in back
-
-
-def test_who_waits_in_vain_hears_of_who_came_without_a_size(here: Group) -> None:
-    """That is refused, and told so; but those who wait for it know best what it ought to have said."""
-    method, store = here.method, here.store
-
-    def knock() -> list[WorkerRecord]:
-        with closing(Rendezvous.open(method, rank=None, world_size=None, timeout=PATIENCE, store=store)) as opened:
-            wait_until(lambda: opened.look_up("slot/0") is not None, "rank 0 waits")
-            return opened.join(lambda number: make_record("b", number))
-
-    waiting, knocking = texts(together(lambda: here.join(0, 2, timeout=3.0), knock))
-    assert "belongs to a group of fixed size; give a world_size" in knocking
-    assert "for rank 1 of 2" in waiting and ". b (rank" in waiting
-    assert "came without a world_size, and was refused: give all workers the same world_size" in waiting
-
-
 @pytest.mark.parametrize("first", ["torch", "aiorpc"])
 def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(first: str) -> None:
     """Whether torch or the worker served it first: who comes next, under whatever rank, need not wait for its end."""
@@ -343,57 +272,6 @@ def test_a_store_that_torch_uses_as_well_is_not_closing_once_a_worker_has_left(f
     del store
 
 
-def test_the_end_of_a_store_is_announced_by_name() -> None:
-    """What others say is not taken back by this one."""
-    kv, maker = KeyValueClient(HashStore(), "here"), make_record("a", 0)
-    kv.announce_end(maker)
-    kv.take_back_end(make_record("b", 1))
-    with pytest.raises(StoreGone, match=r"the store at here is being closed by a \(rank 0"):
-        kv.check_open()
-    kv.take_back_end(maker)
-    kv.check_open()
-
-
-def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:
-    """In the store stands what rank 0 of two leaves that has found a mistake so many seconds ago, by its clock."""
-    store, record = group.store, make_record("worker0", 0, host=host, pid=1)
-    assert store is not None
-    said = {
-        "generation": "1",
-        "last/0": "1",
-        "1/world": json.dumps([2, "worker0"]),
-        "1/slot/0": json.dumps(Member(record, require_secret=False).to_json()),
-        "1/end/0": record.incarnation,
-        "1/verdict": json.dumps(["abort", "the mistake", time.time() - ago, host, 1]),
-    }
-    for key, value in said.items():
-        store.set(f"aiorpc/{key}", value)
-
-
-@pytest.mark.parametrize("ago", [7200.0, -7200.0])
-def test_a_failure_on_a_host_with_another_clock_is_told_though_late(here: Group, ago: float) -> None:
-    """Whoever comes after it cannot know whether it is old. When nobody has come it is told what the others were."""
-    leave_a_failure(here, ago)
-    with pytest.raises(RendezvousError, match=r"waited 0.3 s for rank 0 of 2; here: .*one of them said: the mistake"):
-        here.join(1, 2, timeout=SOON)
-
-
-def test_a_failure_of_just_now_is_told_at_once(here: Group) -> None:
-    """As far as the clocks agree."""
-    leave_a_failure(here, 0.0)
-    with pytest.raises(RendezvousError, match=r"^the mistake$"):
-        here.join(1, 2)
-
-
-@pytest.mark.parametrize("ago", [7200.0, -7200.0])
-def test_a_failure_of_an_earlier_try_does_not_end_the_next_one(here: Group, ago: float) -> None:
-    """A rank that was not there then meets the others, whatever the clock of the host said that has failed."""
-    leave_a_failure(here, ago)
-    assert all(isinstance(result, list) for result in here.join_all(2))
-    with pytest.raises(RendezvousError, match=r"rank 1 was taken twice"):
-        here.join(1, 2, "late")
-
-
 def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
     """Every waiting rank is told within its timeout who is missing and who is here."""
     started = time.monotonic()
@@ -403,26 +281,6 @@ def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
         assert f"waited {patience:g} s for ranks 1, 3 of 4" in text
         assert "here: worker0 (rank 0," in text and "worker2 (rank 2," in text
     assert patience <= time.monotonic() - started < patience + 3 * busy()
-
-
-def test_who_is_missing_is_told_though_the_store_goes_with_its_host() -> None:
-    """Whoever hosts it does not wait for long for the others, which may be far away, and have read no more than why."""
-    inner = HashStore()
-    far = WatchedStore(inner)
-
-    def look(operation: str, keys: tuple[str, ...]) -> None:
-        if inner.check(["aiorpc/1/verdict"]) and keys != ("aiorpc/1/verdict",):
-            raise RuntimeError("the process that served it has ended")
-
-    far.look = look
-
-    def join(rank: int, store: Store, timeout: float) -> list[WorkerRecord]:
-        with closing(Rendezvous.open("env://", rank=rank, world_size=3, timeout=timeout, store=store)) as opened:
-            return opened.join(lambda number: make_record(f"worker{number}", number))
-
-    results = together(partial(join, 0, inner, 2 * SOON), partial(join, 1, far, PATIENCE))
-    for text in texts(results):
-        assert f"worker0 (rank 0, pid {os.getpid()} on node) waited {2 * SOON:g} s for rank 2 of 3; here: " in text
 
 
 def test_the_group_can_be_formed_after_one_gave_up(group: Group) -> None:
@@ -462,47 +320,6 @@ def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it(prepared: Zyg
     with prepared.run(script, [f"tcp://localhost:{free_port()}"], tmp_path) as child:
         child.finish(50)
         assert (child.out, child.err) == ("finished\n", "")
-
-
-def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
-    """Even if that takes one more connection before it goes."""
-    with socket.create_server(("127.0.0.1", 0)) as old:
-        port = old.getsockname()[1]
-
-        def end() -> None:
-            old.accept()[0].close()
-            old.close()
-
-        ending = threading.Thread(target=end)
-        ending.start()
-        with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
-            assert opened.hosts_store
-        ending.join(PATIENCE)
-
-
-def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
-    """Nobody else would: the other ranks wait for it."""
-    old, port = stores.serve("127.0.0.1", 0)
-    KeyValueClient(old, "old").announce_end(make_record("old", 0))
-    with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
-        results: list[Any] = [opened.hosts_store]
-        joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))
-        joining.start()
-        del old
-        joining.join(PATIENCE)
-        came, record = results
-        assert (came, opened.hosts_store, record.name) == (False, True, "w")
-
-
-def test_32_ranks_meet_within_seconds() -> None:
-    """Over TCP, all as threads of one process."""
-    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
-    started = time.monotonic()
-    results = group.join_all(32)
-    elapsed = time.monotonic() - started
-    assert {len(result) for result in results if isinstance(result, list)} == {32}
-    group.leave_all()
-    assert elapsed < PATIENCE
 
 
 def test_a_timeout_of_zero_waits_until_it_is_stopped(group: Group) -> None:
@@ -549,71 +366,10 @@ def test_a_server_that_never_speaks_is_not_waited_for() -> None:
         assert time.monotonic() - started < 4 * busy()
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, ConnectionRefusedError])
-def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind: type[OSError]) -> None:
-    """An address of no interface of this host: it is told so, and no port stays open behind its back."""
-
-    def fail(*arguments: object) -> None:
-        raise kind("nobody there")
-
-    # Some networks lead there, and even answer.
-    monkeypatch.setattr(socket, "create_connection", fail)
-    wrong = r"cannot host the store at tcp://192\.0\.2\.1:4000 .* is no address of this host and does not lead to it"
-    wrong += r" \(nobody there\)"
-    with pytest.raises(RendezvousError, match=wrong):
-        Rendezvous.open("tcp://192.0.2.1:4000", rank=0, world_size=2, timeout=1.0)
-    assert "aiorpc-store" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_rank_0_hosts_at_an_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose port is mapped: the address is no interface's, and still the right one."""
-    bind = socket.socket.bind
-
-    def refuse(sock: socket.socket, address: Any) -> None:
-        if sock.type == socket.SOCK_DGRAM:  # which is how an address is tried
-            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-        bind(sock, address)
-
-    monkeypatch.setattr(socket.socket, "bind", refuse)
-    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
-    found = group.join_all(2)
-    assert not any(isinstance(records, Exception) for records in found), found
-    assert {opened.rank: opened.hosts_store for opened in group.opened} == {0: True, 1: False}
-    group.close()
-
-
-def test_a_store_is_there_though_the_first_packet_to_it_is_lost() -> None:
-    """It is sent again after a second. Who took the store for gone before that would publish and leave in vain."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        host, port = listener.getsockname()
-        # One that nobody has accepted fills the backlog, and the system drops what comes to open another one.
-        with socket.create_connection((host, port)):
-            accepting = threading.Timer(0.3, lambda: listener.accept()[0].close())
-            accepting.start()
-            began = time.monotonic()
-            assert stores.listens(MeetingPlace(None, None, host=host, port=port))
-            assert time.monotonic() - began > 0.3  # it was lost
-            accepting.join()
-
-
 def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
     """torch alone would try for minutes."""
     with pytest.raises(RendezvousError, match="cannot open the rendezvous file"):
         Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
-
-
-def test_a_folder_in_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
-    """It is there, and may be written to: the error says what is wrong, and of a path without its `/` what it means."""
-    with pytest.raises(RendezvousError, match=f"{tmp_path}: that is a folder; name a file in it"):
-        Rendezvous.open(f"file://{tmp_path}", rank=0, world_size=1, timeout=5)
-    with pytest.raises(RendezvousError, match=f"cannot open .* none/meet: there is no folder {Path.cwd()}/none"):
-        Rendezvous.open("file://none/meet", rank=0, world_size=1, timeout=5)
-
-
-def test_a_file_that_cannot_be_written_is_refused_at_once() -> None:
-    """As where its disk is full: torch's own error names no file."""
-    with pytest.raises(RendezvousError, match="cannot open the rendezvous file /dev/full: No space left on device"):
-        Rendezvous.open("file:///dev/full", rank=0, world_size=1, timeout=5)
 
 
 @pytest.mark.parametrize("kind", ["cut off", "no store", "no pairs"])
@@ -637,25 +393,6 @@ except RendezvousError as error:
         child.finish(10 * busy())
         assert f"cannot open the rendezvous file {path}: it holds something else than a store, or its last" in child.out
     assert path.read_bytes() == content[kind]
-
-
-def test_a_file_is_looked_at_while_others_write_to_it(prepared: Zygote, tmp_path: Path) -> None:
-    """torch waits for its lock with the interpreter's: who looked at it under that lock could not give it back."""
-    lines = f"""
-def open_often():
-    for _ in range(100):
-        Rendezvous.open("file://{tmp_path}/meet", rank=0, world_size=2, timeout=20).close()
-
-threads = [threading.Thread(target=open_often) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print("all have")
-"""
-    with prepared.run(CHILD + lines, [], tmp_path) as child:
-        child.finish(20 * busy())
-        assert "all have" in child.out
 
 
 @contextmanager
@@ -804,23 +541,6 @@ def test_a_process_group_of_torch_may_share_the_port() -> None:
     group.leave_all()
 
 
-def test_a_torch_without_libuv_serves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Debian's, whose store has another server; it took the port, and nobody answered there."""
-
-    def without_libuv(*args: Any, **options: Any) -> TCPStore:
-        if options.get("use_libuv", True):
-            raise DistStoreError("use_libuv was requested but PyTorch was built without libuv support, ...")
-        return TCPStore(*args, **options)
-
-    monkeypatch.setattr(stores, "TCPStore", without_libuv)
-    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
-    assert all(isinstance(result, list) for result in group.join_all(2, timeout=5))
-    group.leave_all()
-    store, port = stores.serve("127.0.0.1", 0)
-    store.set("a", "1")
-    assert port and store.get("a") == b"1"
-
-
 def test_a_group_that_lives_on_loopback_is_not_served_to_the_network() -> None:
     """torch would listen on every interface."""
     port = free_port()
@@ -828,17 +548,6 @@ def test_a_group_that_lives_on_loopback_is_not_served_to_the_network() -> None:
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), 2):
             pass
         socket.create_connection(("127.0.0.1", port), 2).close()
-
-
-def test_close_is_idempotent_and_ends_all_use(here: Group) -> None:
-    """Later verbs say that this worker closed it; leaving late is no error."""
-    opened = here.open(None, None)
-    (record,) = opened.join(lambda number: make_record("a", number))
-    opened.close()
-    opened.close()
-    opened.leave(record)
-    with pytest.raises(RendezvousError, match="closed by this worker"):
-        opened.members()
 
 
 # ---- workers that died
@@ -898,17 +607,6 @@ def test_one_that_gave_up_while_joining_is_no_member(here: Group, others_first: 
     for members in together(lambda: others_join(0), join_again, lambda: others_join(2)):
         assert isinstance(members, list), members
         assert [record.name for record in members] == ["worker0", "again", "worker2"]
-
-
-def test_giving_up_leaves_the_place_of_others_alone(here: Group) -> None:
-    """Whoever found the rank taken, or never got as far as to ask for it, has no place to give up."""
-    here.open(1, 2).abandon()
-    assert all(isinstance(result, list) for result in here.join_all(2))
-    with pytest.raises(RendezvousError, match="rank 1 was taken twice"):
-        here.join(1, 2, "second")
-    here.opened[-1].abandon()
-    with pytest.raises(RendezvousError, match="rank 1 was taken twice"):
-        here.join(1, 2, "third")
 
 
 def test_a_stale_holder_on_another_host_is_named(here: Group) -> None:
@@ -1132,14 +830,6 @@ def test_a_bad_device_map_of_one_is_an_error_on_every_rank(group: Group, bad: De
     assert all(isinstance(result, list) for result in join_with(group, [good, good, good]))
 
 
-def test_names_come_before_device_maps(here: Group) -> None:
-    """Two workers of one name: whose map it is could not be said."""
-    bad = mapped(0, "nobody", {0: 0})
-    results = together(*(lambda rank=rank: here.join(rank, 2, "same", claims=bad) for rank in range(2)))
-    for text in texts(results):
-        assert "name 'same' is not unique" in text
-
-
 def test_a_newcomer_with_a_bad_device_map_is_refused_alone(group: Group) -> None:
     """Its own map, or that of a member for it: the members are not disturbed, and the name stays free."""
     group.join(None, None, "a", claims=mapped(1, "late", {0: 1}))
@@ -1156,14 +846,6 @@ def test_a_newcomer_with_a_bad_device_map_is_refused_alone(group: Group) -> None
     assert [record.name for record in group.opened[0].members()] == ["a"]
     assert [record.name for record in group.join(None, None, "late", claims=DeviceClaims(2))] == ["a", "late"]
     assert group.opened[-1].claims == {"a": mapped(1, "late", {0: 1}), "late": DeviceClaims(2)}
-
-
-def test_a_map_may_lead_to_one_that_joins_a_free_group_later(here: Group) -> None:
-    """There is no telling who will come."""
-    far = mapped(1, "later", {0: 3})
-    here.join(None, None, "a", claims=far)
-    here.join(None, None, "later", claims=DeviceClaims(4))
-    assert [list(opened.claims) for opened in here.opened] == [["a"], ["a", "later"]]
 
 
 def test_a_member_in_the_store_is_read_strictly() -> None:
@@ -1351,17 +1033,6 @@ def test_members_beside_each_other_need_no_secret(here: Group, tmp_path: Path) -
         here.open(None, None)
 
 
-def test_a_store_on_another_host_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reaches it may write there, although all members are beside each other."""
-    with closing(Group(f"tcp://127.0.0.1:{free_port()}", None)) as group:
-        group.require_secret = None
-        for module, name in (("rendezvous", "is_loopback"), ("agreeing", "is_loopback"), ("agreeing", "is_local")):
-            monkeypatch.setattr(f"aiorpc.runtime.meeting.{module}.{name}", lambda place: False)
-        records = group.join(0, 1)
-        with pytest.raises(RendezvousError, match=r"the store at tcp://127.* is on another host than worker0"):
-            group.opened[0].agree_secret(records[0], tmp_path)
-
-
 def test_the_secret_of_the_environment_wins(
     here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1525,23 +1196,6 @@ def test_a_script_and_its_spawned_children_have_one_main(tmp_path: Path) -> None
     first, second = run_python(str(script), "spawn", "forkserver", "fork").split(), run_python(str(script)).split()
     assert (len(first), len(second)) == (4, 1) and {*first} == {*second} == {first[0]}
     assert first[0].startswith("file:")
-
-
-def test_a_script_with_other_content_is_another_main(tmp_path: Path) -> None:
-    """Same path, changed between two starts."""
-    script = tmp_path / "script.py"
-    script.write_text(MAIN_SCRIPT)
-    first = run_python(str(script))
-    script.write_text(MAIN_SCRIPT + "# changed")
-    assert run_python(str(script)) != first
-
-
-def test_a_module_run_by_name_is_known_by_its_name(tmp_path: Path) -> None:
-    """Its spawned children agree."""
-    (tmp_path / "some_module.py").write_text(MAIN_SCRIPT)
-    names = run_python("-m", "some_module", "spawn", folder=tmp_path).split()
-    assert len(names) == 2 and len({*names}) == 1
-    assert names[0].startswith("module:some_module:")
 
 
 def test_a_main_without_a_file_is_its_own() -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 import random
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +20,15 @@ import aiorpc as rpc
 from aiorpc import Worker
 from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.protocol.handshake import Handshake
-from aiorpc.protocol.states import HandshakeState, PeerState
-from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.group import connecting, resumption
+from aiorpc.protocol.states import PeerState
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from aiorpc.transport.connection import Connection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
+from tests.runtime.inside import act_as
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import LIMIT, until, until_no_references
+from tests.runtime.waiting import until, until_no_references
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
 
@@ -83,7 +76,7 @@ def options(kind: str, certificate: rpc.Tls) -> rpc.RpcBackendOptions:
 async def far(options: rpc.RpcBackendOptions) -> AsyncIterator[list[Worker]]:
     """Two workers that speak TCP alone; the first is the current one."""
     async with cluster(2, options=options) as workers:
-        current_node.set(workers[0]._node)
+        act_as(workers[0])
         assert await rpc.call("worker1", bodies.add, 1, 2) == 3
         assert (workers[0]._node.engine.record.tls == "1.3") == (options.tls is not None)
         yield workers
@@ -143,43 +136,6 @@ async def test_the_time_in_which_a_worker_stands_still_does_not_count(place: int
         for each, other in (workers, workers[::-1]):
             assert await each.call(other.info, abs, -3) == 3
             assert not each._node.group.lost
-
-
-def stand_still(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["as it connects", "in its handshake"])
-async def test_a_try_in_which_its_worker_stands_still_is_not_the_last(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though it may take as long as the whole grace, and has failed when that goes on."""
-    grace, tries = 1.0, 0
-    connect = sockets.connect_tcp
-
-    async def connect_slowly(host: str, port: int) -> socket.socket:
-        nonlocal tries
-        found = await connect(host, port)
-        if port != acceptor._node.engine.record.tcp_port:  # the acceptor asks whether the opener is there
-            return found
-        tries += 1
-        if tries == 1:
-            stand_still(1.5 * grace)  # the other side waits for a handshake no longer
-            if place == "as it connects":
-                with found:
-                    await asyncio.sleep(LIMIT)
-        return found
-
-    options = rpc.RpcBackendOptions(**TCP, reconnect_grace=grace, lag_warning=0.0)
-    async with cluster(2, options=[options, replace(options, dedicated_loop=True)]) as (opener, acceptor):
-        acceptor._node.engine.bounds = Bounds(handshake=0.3)
-        assert await opener.call("worker1", abs, -3) == 3
-        monkeypatch.setattr(sockets, "connect_tcp", connect_slowly)
-        cut()
-        assert await opener.call("worker1", abs, -3) == 3
-        assert tries > 1
-        assert not opener._node.group.lost and not acceptor._node.group.lost
 
 
 @ALSO_TLS
@@ -262,26 +218,6 @@ async def test_large_tensors_go_on_where_they_were(far: list[Worker], kind: str)
     assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
 
 
-@ALSO_TLS
-async def test_a_second_connection_that_an_outage_hinders_is_opened_behind_it(far: list[Worker], kind: str) -> None:
-    """Else all large tensors would go over the first one from then on, between the calls that they hold up."""
-    large, link = torch.ones(500_000), far[0]._node.peers.find("worker1").link
-    assert link is not None and link.pipe is None
-    with away():
-        cut()
-        await until(lambda: far[0].statistics().connections_suspended > 0)
-        call = rpc.call("worker1", bodies.echo, large)
-        await until(lambda: link.second._asked)
-        await asyncio.sleep(0.1)  # for a try, which fails
-    assert torch.equal(await asyncio.wait_for(call, LIMIT), large)
-    await until(lambda: link.pipe is not None)
-    assert link.pipe is not link.connection
-    (service,) = [each for each in far[1]._node.services if each.record.name == "worker0"]
-    await until(lambda: service.link.pipe is not None)
-    assert service.link.pipe is not service.link.connection
-    assert torch.equal(await under_cuts(rpc.call("worker1", bodies.echo, large), 7, 0.1), large)
-
-
 class Weights:
     """A tensor that is changed in place, and given away as it is."""
 
@@ -360,101 +296,6 @@ async def test_the_end_of_the_grace_is_a_loss() -> None:
                 await call
             assert caught.value.worker == "worker1"
             await until(lambda: not workers[1].statistics().calls_running)
-
-
-async def test_the_end_of_the_grace_says_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A try that takes too long has no words of its own."""
-    monkeypatch.setattr(resumption, "TRY", 0.01)
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
-        assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
-        call = workers[0].call("worker1", bodies.ablock)
-        await until(lambda: workers[1].statistics().calls_running)
-
-        async def connect(host: str, port: int) -> socket.socket:
-            await asyncio.Event().wait()
-            raise AssertionError("nobody answers")
-
-        monkeypatch.setattr(sockets, "connect_tcp", connect)
-        cut()
-        with pytest.raises(rpc.PeerLost, match=rf"0\.2 s: no answer from 127\.0\.0\.1:{port_of(workers[1])}"):
-            await call
-
-
-class Lossy(socket.socket):
-    """Takes all that is sent, and loses it from the first on that is large."""
-
-    LARGE = 16 << 10
-    lost = False
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        return len(data) if self._loses(len(data)) else super().send(data, flags)
-
-    def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None) -> int:
-        size = sum(map(len, buffers))
-        return size if self._loses(size) else super().sendmsg(buffers, ancillary, flags)
-
-    def _loses(self, size: int) -> bool:
-        self.lost = self.lost or size > self.LARGE
-        return self.lost
-
-
-@contextlib.contextmanager
-def black_hole() -> Iterator[None]:
-    """What is large is lost on connections that are opened here, as packets are that are too large for a tunnel."""
-    connect = sockets.connect_tcp
-
-    async def connect_badly(host: str, port: int) -> socket.socket:
-        return Lossy(fileno=(await connect(host, port)).detach())
-
-    sockets.connect_tcp = connect_badly
-    try:
-        yield
-    finally:
-        sockets.connect_tcp = connect
-
-
-async def break_once(worker: Worker, other: Worker) -> None:
-    """The connection over which one worker calls the other breaks, and goes on."""
-    peer = worker._node.peers.of(other._node.engine.record)
-    assert peer.state is PeerState.READY
-    await give_up_the_socket(worker, other)
-    await until(lambda: peer.state is PeerState.READY)
-
-
-@ALSO_TLS
-@pytest.mark.parametrize("mended", [False, True], ids=["for good", "for a while"])
-async def test_what_never_gets_through_is_a_loss_although_the_connection_goes_on(
-    kind: str,
-    mended: bool,
-    options: rpc.RpcBackendOptions,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Where all that is large is lost: it is said once, and waited for until the grace is over, but not for ever."""
-    caplog.set_level(logging.WARNING, "aiorpc")
-    later = 0.0
-    monkeypatch.setattr(resumption, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
-    async with cluster(2, options=options) as workers:
-        with black_hole():
-            assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
-            call = workers[0].call("worker1", bodies.echo, torch.ones(20_000))
-            for _ in range(3):
-                await break_once(*workers)
-            assert not call.done()
-            if not mended:
-                later = 2 * options.reconnect_grace
-                await give_up_the_socket(*workers)
-                with pytest.raises(rpc.PeerLost, match=r"worker1.*the same message has not got through.* MTU"):
-                    await asyncio.wait_for(call, 30)
-        if mended:
-            await break_once(*workers)
-            assert (await call).sum() == 20_000
-            later = 2 * options.reconnect_grace
-            await break_once(*workers)
-            assert await workers[0].call("worker1", bodies.add, 3, 4) == 7
-            assert not workers[0]._node.group.lost
-        said = [record.getMessage() for record in caplog.records if "has gone on 3 times" in record.getMessage()]
-        assert len(said) == 1 and "worker1" in said[0] and "MTU" in said[0]
 
 
 async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:
@@ -579,104 +420,6 @@ async def test_another_worker_at_the_address_of_a_worker_is_no_sign_of_life(
         await until_both_are_lost(*await ends_of_a_line(workers, end), stranger)
 
 
-@BOTH_ENDS
-@pytest.mark.parametrize("said", [None, b"220 ready\r\n"], ids=["closes", "says too little"])
-async def test_whoever_closes_the_connection_or_says_too_little_gets_no_more_than_the_grace(
-    said: bytes | None, end: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that is busy does neither."""
-    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
-    monkeypatch.setattr(connecting, "FIRST_WORD", 0.05)
-    async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers, another_program(said) as program:
-        for worker in workers:
-            worker._node.engine.bounds = Bounds(connect=0.1, vouch=0.2)
-        await until_both_are_lost(*await ends_of_a_line(workers, end), program)
-
-
-@ALSO_TLS
-async def test_a_worker_that_takes_connections_and_is_silent_is_waited_for(
-    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that is stopped, for which its host takes them: long after the grace is over its calls go on."""
-    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
-    monkeypatch.setattr(connecting, "FIRST_WORD", 0.01)
-    async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers:
-        assert await workers[1].call("worker0", count, 1) == 1
-        for worker in workers:
-            for sock in worker._node.listeners.sockets():
-                worker.loop.remove_reader(sock.fileno())
-        with led_away() as ways:
-            cut()
-            call = workers[1].call("worker0", count, 2)
-            # The pauses between so many tries of the acceptor are more than the grace. The opener has one.
-            await until(lambda: ways.tried[port_of(workers[1])] >= 6)
-        assert not call.done()
-        for worker in workers:
-            worker._node.acceptor.start()
-        assert await call == 2
-        assert all(not worker._node.group.lost for worker in workers)
-
-
-@ALSO_TLS
-async def test_an_opener_that_answers_and_does_not_come_is_waited_for(
-    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be unable to connect where it can be connected to; whoever asks it takes nobody's place by that."""
-    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
-    graces = [replace(options, reconnect_grace=grace) for grace in (0.3, 1000.0)]
-    async with cluster(2, options=graces) as workers:
-        assert await workers[1].call("worker0", count, 1) == 1
-        with led_away() as ways:
-            ways[port_of(workers[0])] = None
-            cut()
-            call = workers[1].call("worker0", count, 2)
-            before = workers[1].statistics()
-            await until(lambda: workers[1].statistics().connections_given_up >= before.connections_given_up + 6)
-            assert not call.done()
-        assert await call == 2
-        assert workers[1].statistics().connections_refused == before.connections_refused
-        assert all(not worker._node.group.lost for worker in workers)
-
-
-@pytest.mark.parametrize("second", [False, True], ids=["the first one", "the second one"])
-async def test_a_connection_that_its_opener_never_got_is_no_loss(
-    second: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last word of its handshake was lost with its socket: the opener has another one, and is suspended no more."""
-    authority = Authority(tmp_path)  # with a certificate of its own what a worker says of itself is believed at once
-    tls = [authority.tls(f"worker{number}") for number in range(2)]
-    options = [rpc.RpcBackendOptions(**TCP, tls=each, reconnect_grace=0.2) for each in tls]
-    async with cluster(2, options=options) as workers:
-        news: list[type] = []
-
-        async def listen() -> None:
-            async for event in workers[1].events():
-                news.append(type(event))
-
-        listening = asyncio.create_task(listen())
-        await asyncio.sleep(0)
-        feed, lost = Handshake.feed, list[Frame]()
-
-        def lose_one(self: Handshake, frame: Frame) -> list[Buffer]:
-            opened = self.record.name == "worker0" and self.pipe == second
-            if opened and frame.kind == Kind.WELCOME and not lost:
-                lost.append(frame)
-                raise ConnectionResetError("the network has broken")
-            return feed(self, frame)
-
-        if second:
-            assert await workers[0].call("worker1", count, 1) == 1
-        monkeypatch.setattr(Handshake, "feed", lose_one)
-        large = torch.ones(2_000_000 if second else 1)
-        assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
-        assert len(lost) == 1
-        await until(lambda: len(news) >= 2)
-        assert news == [rpc.events.WorkerSuspended, rpc.events.WorkerResumed]
-        assert all(not worker._node.group.lost for worker in workers)
-        assert await workers[0].call("worker1", count, 2) == 2
-        listening.cancel()
-
-
 @pytest.mark.parametrize("times", [1, 5])
 async def test_connections_that_their_opener_never_got_count_for_nothing(
     times: int, monkeypatch: pytest.MonkeyPatch
@@ -707,106 +450,6 @@ async def test_connections_that_their_opener_never_got_count_for_nothing(
             cut()
             assert torch.equal(await workers[0].call("worker1", bodies.echo, large), large)
         assert all(not worker._node.group.lost for worker in workers)
-
-
-@ALSO_TLS
-async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reached(
-    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each handshake is cut short, the grace counts from the last word of the worker."""
-    monkeypatch.setattr(resumption, "BUSY", 1_000_000)
-    graces = [replace(options, reconnect_grace=grace) for grace in (1000.0, 0.3)]
-    async with cluster(2, options=graces) as workers:
-        assert await workers[1].call("worker0", count, 1) == 1
-        answers = []
-
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """The first word of each side is handed on, and no more."""
-            there, back = await asyncio.open_connection("127.0.0.1", port_of(workers[0]))
-            back.write(await reader.read(1 << 16))
-            writer.write(await there.read(1 << 16))
-            await writer.drain()
-            answers.append(kind)
-            for each in (back, writer):
-                each.close()
-
-        async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
-            with led_away() as ways:
-                ways[port_of(workers[0])] = port_of(server.sockets[0])
-                cut(spared=port_of(server.sockets[0]))
-                call = workers[1].call("worker0", count, 2)
-                await until(lambda: len(answers) >= 6)  # the pauses between them are more than the grace
-                assert not call.done()
-            assert await call == 2
-        assert all(not worker._node.group.lost for worker in workers)
-
-
-@contextlib.contextmanager
-def unnoticed() -> Any:
-    """Whoever gives a TCP connection up here leaves its other end as it is, as where somebody on the way is silent."""
-    held = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.is_socket():
-                held.append(socket.socket(fileno=os.dup(int(entry.name))))
-    try:
-        yield
-    finally:
-        for each in held:
-            each.close()
-
-
-async def give_up_the_socket(worker: Worker, other: Worker) -> None:
-    """Of the connection over which one calls the other: the one connects again, and the other has noticed nothing."""
-    link = worker._node.peers.of(other._node.engine.record).link
-    assert link is not None and isinstance(link.connection, Connection)
-    link.connection.break_off(0.0)
-
-
-@pytest.mark.parametrize("way", ["bytes behind the proof", "a number that cannot be"])
-async def test_what_cannot_go_on_is_a_loss_at_both_ends(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the acceptor had let go of its old socket for the new one, and nothing else tells it of the end."""
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
-        call = workers[0].call("worker1", bodies.ablock)
-        await until(lambda: workers[1].statistics().calls_running)
-        feed = Handshake.feed
-
-        def feed_and_more(self: Handshake, frame: Frame) -> list[Buffer]:
-            reply = feed(self, frame)
-            return [*reply, bytes(4)] if self.resumes and self.state is HandshakeState.PROVED else reply
-
-        with unnoticed():
-            if way == "bytes behind the proof":
-                monkeypatch.setattr(Handshake, "feed", feed_and_more)
-            else:
-                monkeypatch.setattr(Connection, "received", property(lambda _: 1 << 40))
-            await give_up_the_socket(*workers)
-            with pytest.raises(rpc.PeerLost, match="worker1"):
-                await call
-            await until(lambda: not workers[1].statistics().calls_running)
-        assert workers[1].statistics().connections_suspended == 1
-
-
-async def test_what_cannot_go_on_at_first_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The acceptor's new socket breaks before it could be used: it waits for the next one, as for any other."""
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP)) as workers:
-        assert await workers[0].call("worker1", count, 1) == 1
-        go_on = Connection.go_on
-        failed: list[bool] = []
-
-        def fail_once(self: Connection, other: Connection, received: int, *, opener: bool) -> None:
-            if not opener and not failed:
-                failed.append(self.suspended)
-                raise ConnectionError("the other side takes nothing")
-            go_on(self, other, received, opener=opener)
-
-        monkeypatch.setattr(Connection, "go_on", fail_once)
-        with unnoticed():
-            await give_up_the_socket(*workers)
-            assert await workers[0].call("worker1", count, 2) == 2
-        assert failed == [True]
-        there = workers[1].statistics()
-        assert there.connections_suspended == there.connections_resumed > 0
 
 
 @pytest.mark.parametrize("graces", [(0.0, 20.0), (20.0, 0.0)])

@@ -103,44 +103,6 @@ async def test_without_failures_it_is_one_call(pair: list[Worker]) -> None:
     assert "3 retries" in repr(peer)
 
 
-class GivesUp:
-    """An argument that gives its call up where it is dropped here and that has not ended."""
-
-    future: Any = None
-
-    def __del__(self) -> None:
-        if self.future is not None:
-            self.future.cancel()
-
-    def __reduce__(self) -> Any:
-        return GivesUp, ()
-
-
-async def for_ever_with(argument: GivesUp) -> None:
-    await asyncio.Event().wait()
-
-
-def kind_of(argument: GivesUp) -> str:
-    return type(argument).__name__
-
-
-@pytest.mark.parametrize("ends", ["answered", "cancelled"])
-async def test_an_argument_that_gives_its_call_up_where_it_is_dropped(ends: str) -> None:
-    """A call that may be tried again keeps its arguments until it has ended, and has no lock as it lets go of them."""
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
-        argument = GivesUp()
-        function = kind_of if ends == "answered" else for_ever_with
-        future = argument.future = workers[0].peer("worker1", retries=2).call(function, argument)
-        del argument
-        if ends == "answered":
-            assert await future == "GivesUp"
-        else:
-            future.cancel()
-            with pytest.raises(RpcCancelled):
-                await future
-        await until(lambda: not workers[0].pending_calls() and not workers[1].pending_calls())
-
-
 async def test_a_newcomer_of_the_same_name_gets_the_next_try(store: Store) -> None:
     """The worker dies with the call; the call ends with the answer of the one that comes in its place."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
@@ -169,36 +131,6 @@ async def test_a_worker_that_has_left_and_comes_back(store: Store) -> None:
         calls = [peer.call(where) for _ in range(5)]
         async with aiorpc.init("server", store=store):
             assert await asyncio.gather(*calls) == ["server"] * 5
-
-
-GATE: dict[str, asyncio.Event] = {}
-
-
-@aiorpc.batched(max_size=1)
-async def gated(keys: list[str]) -> list[int]:
-    await GATE["open"].wait()
-    return [ran(key) for key in keys]
-
-
-async def test_a_batch_that_a_worker_did_not_run_as_it_shut_down(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its callers hear that the worker has left before its goodbye comes; with retries they call it again."""
-    GATE["open"] = asyncio.Event()
-    first = pair[0].call("worker1", gated, "a")
-    second = pair[0].call("worker1", gated, "b")
-    await until(lambda: pair[1].statistics().calls_running == 2)
-    third = pair[0].peer("worker1", retries=50, backoff=QUICK).call(gated, "c")
-    await until(lambda: pair[1].statistics().calls_running == 3)
-    monkeypatch.setattr(pair[1]._node.engine.lifetime, "closed", True)
-    GATE["open"].set()
-    assert await first == 1
-    with pytest.raises(PeerLeft, match=r"has shut down, and did not run .*gated"):
-        await second
-    await until(lambda: pair[0].statistics().calls_retried)
-    monkeypatch.undo()
-    assert await third == 1
-    assert not RUNS["b"] and RUNS["c"] == 1
 
 
 async def test_overload_at_the_callee_is_waited_out(store: Store) -> None:
@@ -298,24 +230,6 @@ async def test_no_retries_in_a_context_of_autograd(pair: list[Worker]) -> None:
     assert not RUNS["a"]
 
 
-async def test_a_context_that_was_left_refuses_no_retries(pair: list[Worker]) -> None:
-    """A task that was begun within it knows its id for as long as it runs, and is in no context any more."""
-    left = asyncio.Event()
-
-    async def later() -> int:
-        await left.wait()
-        runs: int = await aiorpc.peer("worker1", retries=2).call(ran, "a")
-        return runs
-
-    async def body() -> int:
-        async with aiorpc.autograd.context():
-            task = asyncio.create_task(later())
-        left.set()
-        return await task
-
-    assert await pair[0].call("worker0", body) == 1
-
-
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -406,38 +320,6 @@ async def test_a_call_that_is_in_a_pause_is_pending(store: Store) -> None:
             with pytest.raises(RpcCancelled):
                 await call
         assert not workers[0].pending_calls()
-
-
-async def test_a_call_that_was_refused_here_and_is_in_a_pause_is_pending(store: Store) -> None:
-    """Nothing was sent, to nobody."""
-    async with cluster(2, store=store, options=RpcBackendOptions(max_pending_calls=1)) as workers:
-        held = workers[0].call("worker1", for_ever)
-        refused = workers[0].peer(1, retries=3, backoff=PAUSED, timeout=0).call(where)
-        assert [(call.worker, call.function) for call in workers[0].pending_calls()[1:]] == [("1", describe(where))]
-        for call in (held, refused):
-            call.cancel()
-            with pytest.raises(RpcCancelled):
-                await call
-
-
-async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a test can seed."""
-    async with cluster(2, store=store) as workers:
-        drawn: list[float] = []
-        random = workers[0]._node.retries.random
-        uniform = random.uniform
-
-        def watched(low: float, high: float) -> float:
-            drawn.append(uniform(low, high))
-            return drawn[-1]
-
-        monkeypatch.setattr(random, "uniform", watched)
-        await die(workers)
-        for _ in range(2):
-            random.seed(11)
-            with pytest.raises(PeerLost):
-                await workers[0].peer("worker1", retries=3, backoff=QUICK).call(where)
-        assert len(drawn) == 8 and drawn[:4] == drawn[4:] and len(set(drawn)) == 4
 
 
 async def test_a_failure_that_nobody_looked_at_is_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -532,14 +414,6 @@ async def wait_for_gate(key: str) -> int:
     await until(lambda: key in GATES)
     await GATES[key][1].wait()
     return count
-
-
-async def test_callers_have_numbers_of_their_own(store: Store) -> None:
-    """Nobody is given the answer of another caller, whatever number he says."""
-    async with cluster(3, store=store) as workers:
-        once = [workers[index].peer("worker2", retries=2, idempotent=True) for index in range(2)]
-        assert [await peer.call(ran, "a") for peer in once] == [1, 2]
-        assert [len(service._answers.remembered) for service in workers[2]._node.services] == [1, 1]
 
 
 async def test_what_is_forgotten_is_refused(store: Store) -> None:
@@ -762,12 +636,3 @@ async def test_calls_under_faults_end_well(store: Store) -> None:
             calls += [peer.call(where) for _ in range(30)]
         async with aiorpc.init("server", store=store):
             assert await asyncio.gather(*calls) == ["server"] * 180
-
-
-async def test_observers_see_each_try(pair: list[Worker]) -> None:
-    """A rule of Faults that fails one try has the call tried again only where that is a reason."""
-    with Faults(pair[0]) as faults:
-        rule = faults.fail("call", times=1)
-        with pytest.raises(RpcError):
-            await pair[0].peer("worker1", retries=3, backoff=QUICK).call(ran, "a")
-        assert rule.count == 1 and not RUNS["a"]

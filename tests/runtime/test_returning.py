@@ -17,22 +17,19 @@ import torch
 from torch.distributed import HashStore
 
 import aiorpc
-from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcUsageError, Worker, WorkerClosed
+from aiorpc import PeerLost, RpcBackendOptions, RpcUsageError, Worker
 from aiorpc.errors import RendezvousError, UnknownWorker
 from aiorpc.events import WorkerLost, WorkerReplaced
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.declared import pack
-from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.group.joining import JoiningMembers
 from aiorpc.runtime.meeting.key_value import KeyValueClient
 from aiorpc.runtime.meeting.membership import Member, Proof
 from aiorpc.runtime.meeting.rendezvous import MeetingOptions, Rendezvous
 from aiorpc.runtime.meeting.returning import PlacesInStore
-from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
-from tests.runtime.observers import standing_still
+from tests.runtime.inside import set_bounds
 from tests.runtime.test_rendezvous import ELSEWHERE, PATIENCE, make_record, together
 from tests.runtime.waiting import until
 
@@ -273,23 +270,6 @@ async def test_all_that_left_together_form_the_next_generation_under_other_names
         await asyncio.gather(*(each.shutdown() for each in again))
 
 
-@pytest.mark.parametrize("rank", [2, 0])
-async def test_a_newcomer_knows_who_has_left_before_it_came(rank: int) -> None:
-    """It is told by the leader; and of a name that nobody has it says who is there now, each of them once."""
-    async with place() as (workers, here):
-        dead, leaver, stays = workers[rank], workers[1], workers[2 - rank]
-        await lose(dead, leaver, stays)
-        await leaver.shutdown(graceful=False)
-        await until(lambda: stays._node.group.is_gone(leaver._node.engine.record))
-        new = await here.come_back(rank)
-        with pytest.raises(PeerLeft, match=r"worker1 .* has shut down, before this worker came"):
-            await new.call("worker1", abs, -3)
-        with pytest.raises(UnknownWorker, match=r"the group has worker0, worker2$"):
-            new.call("nobody", abs, -3)
-        assert await new.call(stays.name, abs, -3) == 3
-        assert [info.name for info in new._node.group.lost.values()] == [dead.name]
-
-
 async def test_those_who_have_come_back_go_on_alone() -> None:
     """When all that were there at first have died, the first of those who came leads, and lets others in."""
     async with place() as (workers, here):
@@ -391,26 +371,6 @@ async def test_a_newcomer_that_is_given_up_as_it_is_let_in_leaves_its_place_to_t
         assert await workers[0].call("worker2", abs, -3) == await new.call("worker0", abs, -3) == 3
 
 
-async def test_a_newcomer_that_is_lost_while_a_member_stands_still_is_lost_to_that_as_well() -> None:
-    """It hears of the newcomer and of its loss at once, and has to ask after the one before in between."""
-    store = HashStore()
-    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
-    async with cluster(SIZE, store=store, options=[RpcBackendOptions(), apart, RpcBackendOptions()]) as workers:
-        leader, still, dead = workers
-        for each in (still, dead):
-            assert await leader.call(each.name, abs, -3) == 3
-        with standing_still(still):
-            await lose(dead, leader)
-            newcomer = Worker("worker2", rank=2, world_size=SIZE, store=store)
-            coming = asyncio.ensure_future(newcomer.start())
-            await until(lambda: len(leader._node.group.members) == SIZE + 1)
-            await newcomer._drop()
-            await asyncio.gather(coming, return_exceptions=True)
-            await until(lambda: len(leader._node.group.lost) == 2)
-        await until(lambda: sorted(still._node.group.lost) == [2, 3])
-        assert [info.name for info in still.worker_infos()] == ["worker0", "worker1"]
-
-
 async def test_who_was_replaced_is_waited_for_as_any_member() -> None:
     """Those that have entered their shutdown before serve the new one, until it leaves with them."""
     async with place() as (workers, here):
@@ -455,7 +415,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
     """Nobody takes another member's word for it, and not the leader's where the one before says that it is there."""
     async with place() as (workers, _):
         a, b, c = workers
-        b._node.engine.bounds = Bounds(vouch=0.1)
+        set_bounds(b, vouch=0.1)
         liar = replace(a._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
             await c.call("worker1", handlers.introduce, pack(liar.to_wire()))  # type: ignore[call-overload]
@@ -470,7 +430,7 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
             flood = [c.call("worker1", handlers.introduce, pack(liar.to_wire())) for _ in range(50)]  # type: ignore[call-overload]
             refused = await asyncio.gather(*flood, return_exceptions=True)
         assert {*map(type, refused)} == {RpcUsageError} and looked == [c._node.engine.id]  # one task for all of them
-        b._node.engine.bounds = Bounds()
+        set_bounds(b)
         taken = replace(c._node.engine.record, id=SIZE, incarnation="ab")
         with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
             await a.call("worker1", handlers.introduce, pack(taken.to_wire()))  # type: ignore[call-overload]
@@ -495,7 +455,7 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         a, b, c = workers
         news = b.events()
         await lose(c, a, b)
-        b._node.engine.bounds = Bounds(refused=0.05)
+        set_bounds(b, refused=0.05)
         joining = b._node.group.joining
         introduce = joining.introduce
 
@@ -514,102 +474,3 @@ async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
         told = [type(await asyncio.wait_for(anext(news), LONG)) for _ in range(6 if heard else 4)]
         assert told.count(WorkerLost) == told.count(WorkerReplaced)
         await news.aclose()
-
-
-async def test_a_leader_that_cannot_read_who_wants_to_come_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And not at each look at the store, as long as the same stands there; newcomers come as soon as it does not."""
-    looks: list[str] = []
-    reasons = ["rubbish"]
-
-    def spoilt(*_: object) -> list[WorkerRecord]:
-        looks.append(reasons[-1])
-        raise RendezvousError(f"what stands there is {reasons[-1]}")
-
-    async with place() as (workers, here):
-        workers[0]._node.engine.bounds = Bounds(serving_pause=0.01)
-        with monkeypatch.context() as patch:
-            patch.setattr(PlacesInStore, "applicants", spoilt)
-            await lose(workers[2], workers[0])
-            await until(lambda: looks.count("rubbish") > 5)
-            reasons.append("nonsense")
-            await until(lambda: looks.count("nonsense") > 5)
-        said = [each.getMessage() for each in caplog.records if "cannot see who wants to come" in each.getMessage()]
-        assert [each.rpartition(" ")[2] for each in said] == reasons
-        await here.come_back(2)
-
-
-async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its listeners are those of the worker, and not of one try."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
-        new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
-        heard = new.events()
-        here.returned.append(new)
-        await asyncio.wait_for(new.start(), LONG)
-        monkeypatch.undo()
-        await here.come_back(0)
-        while not isinstance(await asyncio.wait_for(anext(heard), LONG), WorkerReplaced):
-            pass
-        await heard.aclose()
-
-
-@pytest.mark.parametrize("way", ["shutdown", "cancel"])
-async def test_a_newcomer_that_begins_anew_can_be_given_up(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """At whatever moment; then it begins no more, and leaves nothing."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
-        new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
-        starting = asyncio.ensure_future(new.start())
-        await until(lambda: b._node.group.leads)
-        if way == "shutdown":
-            await asyncio.wait_for(new.shutdown(), LONG)
-            with pytest.raises((WorkerClosed, RendezvousError)):
-                await starting
-        else:
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-        monkeypatch.undo()
-        assert new.state is WorkerState.CLOSED and [event async for event in new.events()] == []
-        await here.come_back(2)
-        assert await b.call("worker2", abs, -3) == 3
-
-
-@pytest.mark.long
-async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When that is over its init raises, and says that nobody has let it in."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        monkeypatch.setattr(b._node.group.joining, "look", lambda: None)  # it lets nobody in
-        monkeypatch.setattr(b._node.group.joining, "introduce", lambda *_: die(a))
-        with pytest.raises(RendezvousError, match=r"has let it in|have heard of it"):
-            await here.come_back(2, rpc_timeout=1.0)
-        assert b._node.group.leads
-
-
-async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members are told one after the other; what it calls until then is refused, and is no loss: it tries again."""
-    async with place() as (workers, here):
-        a, b, c = workers
-        await lose(c, a, b)
-        joining = b._node.group.joining
-        introduce = joining.introduce
-        calls: list[Any] = []
-
-        async def too_late(leader: int, newcomer: Any) -> None:
-            node = next(each for each in registry.nodes() if each.engine.id == newcomer.id)
-            calls.append(node.peers.of(b._node.engine.record).call(abs, (-3,), None, LONG))
-            await until(lambda: b.statistics().connections_refused >= 1)
-            await introduce(leader, newcomer)
-
-        monkeypatch.setattr(joining, "introduce", too_late)
-        new = await here.come_back(2)
-        assert await calls[0] == 3 == await b.call("worker2", abs, -3)
-        assert [info.name for info in new._node.group.lost.values()] == ["worker2"]

@@ -31,7 +31,6 @@ from aiorpc.autograd import parts
 from aiorpc.protocol.messages import Error
 from aiorpc.runtime.callee import answers
 from aiorpc.testing import cluster
-from tests.runtime.waiting import until
 
 
 @rpc.register_safe
@@ -419,20 +418,6 @@ def refuse(what: str) -> None:
     raise rpc.Overloaded("full") if what == "full" else ValueError("no")
 
 
-async def test_a_class_that_only_the_sender_has_registered_is_refused(
-    safe: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names caller, callee, function and class. Here one registry stands for both: it forgets on the way."""
-    from aiorpc.protocol import registered
-
-    name = f"{__name__}:Box"
-    monkeypatch.delitem(registered.registered._by_name, name)
-    with pytest.raises(rpc.errors.SerializationError) as refused:
-        await safe[0].call("worker1", echo, Box(1))
-    for word in ("echo", "'worker0'", "'worker1'", name, "register_safe"):
-        assert word in str(refused.value)
-
-
 async def test_members_of_both_kinds_refuse_each_other() -> None:
     """As they join, by name and with the option; in a group without a size those who were there go on."""
     options = [rpc.RpcBackendOptions(serialization=mode, allow="*", rpc_timeout=10.0) for mode in ("free", "safe")]
@@ -450,22 +435,6 @@ async def test_members_of_both_kinds_refuse_each_other() -> None:
         assert await workers[0].call("worker1", echo, 1) == 1
         async with Worker("worker2", store=store, options=options[0]) as third:
             assert await third.call("worker0", echo, 2) == 2
-
-
-async def test_a_newcomer_of_the_other_kind_does_not_get_the_place_of_a_lost_one() -> None:
-    """It is told as it comes, and the place stays for another one."""
-    options = [rpc.RpcBackendOptions(serialization=mode, allow="*", rpc_timeout=10.0) for mode in ("free", "safe")]
-    async with cluster(2, store=(store := HashStore()), options=options[0]) as (one, other):
-        assert await one.call("worker1", echo, 1) == await other.call("worker0", echo, 1) == 1
-        await other._drop()
-        await until(lambda: one._node.group.is_gone(other._node.engine.record))
-        with pytest.raises(
-            rpc.errors.RendezvousError, match=r"worker1 .* have serialization='safe', worker0 .* have 'free'"
-        ):
-            await Worker("worker1", rank=1, world_size=2, store=store, options=options[1]).start()
-        async with Worker("worker1", rank=1, world_size=2, store=store, options=options[0]) as new:
-            assert await one.call("worker1", echo, 2) == 2
-            await asyncio.gather(one.shutdown(), new.shutdown())
 
 
 # --- what may be called -----------------------------------------------------------------------------------------------

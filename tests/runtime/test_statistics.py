@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import threading
 import time
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcTimeout, Worker
-from aiorpc.runtime.calls import functions
+from aiorpc import RpcBackendOptions, Worker
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -71,15 +69,6 @@ async def test_calls_are_counted_at_both_ends(pair: list[Worker]) -> None:
     assert 0 < made.latency_p50 <= made.latency_p99 < 10
 
 
-async def test_a_record_does_not_change(pair: list[Worker]) -> None:
-    """It is frozen: what a worker was at one moment."""
-    before = pair[0].statistics()
-    await pair[0].call("worker1", len, "abc")
-    assert before.calls_made == 0 and pair[0].statistics().calls_made == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.calls_made = 5  # type: ignore[misc]  # frozen
-
-
 async def test_bytes_and_connections(pair: list[Worker]) -> None:
     """A tensor's bytes appear at both ends, also after the connection has ended."""
     await pair[0].call("worker1", torch.numel, torch.zeros(250_000))
@@ -111,26 +100,6 @@ async def test_a_value_that_is_fetched_counts_at_both_ends(pair: list[Worker]) -
         assert await reference == []
     made, served = pair[0].statistics(), pair[1].statistics()
     assert made.calls_made == made.calls_answered == served.calls_served == 4
-
-
-@functions.system
-async def of_the_runtime(*, waits: bool) -> None:
-    if waits:
-        await wait_async()
-    raise ValueError
-
-
-async def test_failures_of_the_runtime_are_none_of_the_user(pair: list[Worker], gate: threading.Event) -> None:
-    """Its own calls are not among those that were made and served, and so not among those that have failed."""
-    peer = pair[0]._node.peers.find("worker1")
-    for waits, error in ((False, ValueError), (True, RpcTimeout)):
-        with pytest.raises(error):
-            await peer.call(of_the_runtime, (), {"waits": waits}, 0.1 if waits else 30.0, system=True)
-    await until(lambda: not any(each.calls for each in pair[1]._node.services))
-    for worker in pair:
-        stats = worker.statistics()
-        assert stats.calls_made == stats.calls_served == 0
-        assert (stats.calls_failed, stats.calls_cancelled, stats.calls_timed_out) == (0, 0, 0)
 
 
 async def test_what_is_under_way_is_seen_at_both_ends(pair: list[Worker], gate: threading.Event) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import gc
-import pickle
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +16,6 @@ import torch
 
 import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
-from aiorpc.protocol.frames import ITEM
-from aiorpc.runtime.caller.stream import Stream
-from aiorpc.runtime.calls.options import CallOptions
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import say, serving, values_of
 from tests.runtime.waiting import until, until_no_references
@@ -410,11 +405,6 @@ async def cubes_async(count: int) -> AsyncIterator[int]:
         yield number**3
 
 
-@passed_on
-async def awaited(value: int) -> int:
-    return value
-
-
 async def test_a_wrapper_of_a_generator_function_may_give_items_or_one_result(pair: list[Worker]) -> None:
     """What it returns says which verb is right, and so does the error for the other one."""
     caller = pair[0]
@@ -429,63 +419,12 @@ async def test_a_wrapper_of_a_generator_function_may_give_items_or_one_result(pa
     assert [item async for item in caller.stream("worker1", plain_iterator, 3)] == [0, 1, 2]
 
 
-async def test_a_wrapper_of_a_coroutine_function_may_give_a_result(pair: list[Worker]) -> None:
-    """What cannot be awaited is the result itself."""
-    assert await pair[0].call("worker1", awaited, 4) == 4
-    wrapped: Any = functools.wraps(awaited)(lambda value: value + 1)
-    assert await pair[0].call("worker1", wrapped, 4) == 5
-
-
-@functools.wraps(awaited)
-def blocking(value: int) -> tuple[int, bool]:
-    return asyncio.run(awaited(value)), threading.current_thread() is threading.main_thread()
-
-
-async def test_a_wrapper_may_run_the_coroutine_itself(pair: list[Worker]) -> None:
-    """It is a plain function, and may block: no loop is held up by it."""
-    assert await pair[0].call("worker1", blocking, 4) == (4, False)
-    assert await pair[0].call("worker1", functools.partial(blocking, 5)) == (5, False)
-
-
 async def test_the_wrong_verb_says_which_to_use(pair: list[Worker]) -> None:
     """call of a generator function and stream of another are refused with the verb to use."""
     with pytest.raises(RpcUsageError, match=r"aiorpc\.stream"):
         await pair[0].call("worker1", empty)
     with pytest.raises(RpcUsageError, match=r"aiorpc\.call"):
         await anext(pair[0].stream("worker1", nothing))
-
-
-class Counter:
-    """Its methods are called through a reference, and through an object with a name."""
-
-    def count(self) -> int:
-        return 1
-
-    def numbers(self) -> Iterator[int]:
-        yield 1
-
-    @functools.wraps(squares)
-    def wrapping(self) -> list[int]:
-        return [1]
-
-
-@pytest.mark.parametrize("way", ["reference", "object"])
-async def test_the_wrong_verb_of_a_method_says_which_to_use(pair: list[Worker], way: str) -> None:
-    """There it is another proxy of the same reference or object, and no function of aiorpc's."""
-    handle: Any = pair[0].remote("worker1", Counter)
-    if way == "object":
-        pair[1].serve("counter", Counter())
-        handle = pair[0].peer("worker1").object("counter")
-    instead = r"use `async for item in ref\.stream\(\)\.numbers\("
-    with pytest.raises(RpcUsageError, match=rf"Counter\.numbers is a generator function: {instead}"):
-        await handle.rpc_async().numbers()
-    instead = r"use `await ref\.rpc_async\(\)\."
-    with pytest.raises(RpcUsageError, match=rf"Counter\.count is no generator function: {instead}count\(.*yield from"):
-        await anext(handle.stream().count())
-    with pytest.raises(RpcUsageError, match=rf"Counter\.wrapping wraps .* returned a list, .*{instead}wrapping\("):
-        await anext(handle.stream().wrapping())
-    assert await handle.rpc_async().count() == 1
-    assert [item async for item in handle.stream().numbers()] == [1]
 
 
 async def test_a_waiting_producer_holds_no_place_in_the_pool(producer: Producer) -> None:
@@ -509,31 +448,6 @@ async def test_many_streams_between_workers_on_their_own_loops(apart: list[Worke
     assert totals == [sum(range(50))] * 9
 
 
-_gate: list[asyncio.Event] = []
-
-
-async def behind_a_gate() -> AsyncIterator[int]:
-    await _gate[-1].wait()
-    yield 1
-
-
-async def test_a_consumer_that_nobody_else_holds_gets_its_items() -> None:
-    """A loop does not keep its tasks. The collector leaves one that waits for an item without a limit alone."""
-    _gate.append(asyncio.Event())
-    got: list[int] = []
-    async with cluster(2, options=RpcBackendOptions(rpc_timeout=0)) as workers:
-
-        async def consume() -> None:
-            async for item in workers[0].stream("worker1", behind_a_gate):
-                got.append(item)
-
-        asyncio.create_task(consume())  # noqa: RUF006  # that is what this is about
-        await until(lambda: workers[1].statistics().calls_running)
-        gc.collect()
-        _gate[-1].set()
-        await until(lambda: got == [1] and not workers[0]._node.engine.kept)
-
-
 async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -> None:
     """aclose may be called twice; afterwards there are no items."""
     stream = pair[0].stream("worker1", asynchronous, "it")
@@ -541,57 +455,6 @@ async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -
     await stream.aclose()
     await stream.aclose()
     assert [item async for item in stream] == []
-
-
-@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
-async def test_a_stream_is_not_copied(pair: list[Worker], producer: Producer, use: Callable[[Any], object]) -> None:
-    """A copy that goes would stop the producer of the other one. Nothing is said to the log or to stderr."""
-    stream = pair[0].stream("worker1", asynchronous, "it")
-    with pytest.raises(RpcUsageError, match=r"stream of .*asynchronous.* from worker 'worker1' has one consumer"):
-        use(stream)
-    with pytest.raises(aiorpc.errors.SerializationError, match=r"argument 0 of .*has one consumer"):
-        pair[0].call("worker1", len, stream)  # type: ignore[call-overload]
-    gc.collect()
-    assert [await anext(stream) for _ in range(100)] == [*range(100)]
-    assert not producer.closed.is_set()
-    await stream.aclose()
-    await until(producer.closed.is_set)
-
-
-def test_a_stream_that_is_half_made_may_be_dropped() -> None:
-    """As one is whose making was interrupted."""
-    stream = Stream.__new__(Stream)
-    stream.__del__()
-
-
-class Slow:
-    """An argument that is read when the test says so."""
-
-    def __reduce__(self) -> Any:
-        return read_slowly, ()
-
-
-def read_slowly() -> None:
-    producer = _producers["it"]
-    producer.made = -1
-    assert producer.go_on.wait(20.0)
-
-
-def plain_slow(_: object) -> Iterator[int]:
-    yield 1
-
-
-async def test_a_producer_without_credit_that_was_given_up_before_it_began_ends(
-    pair: list[Worker], producer: Producer
-) -> None:
-    """The word came while its arguments were read: it does not wait for credit that nobody will give."""
-    end = pair[0]._node.peers.find("worker1").call(plain_slow, (Slow(),), None, 0.0, options=CallOptions(credit=0))
-    await until(lambda: producer.made == -1)
-    end.cancel()
-    await until(lambda: pair[1].statistics().calls_cancelled == 1)
-    producer.go_on.set()
-    pool = pair[1]._node.engine.pool
-    await until(lambda: pool.idle == pool.threads and not pool.blocked)
 
 
 async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(producer: Producer) -> None:
@@ -612,10 +475,10 @@ async def test_items_that_were_not_asked_for_end_the_connection() -> None:
         connection = serving(workers[1], "worker0")
         (number,) = [call for each in workers[1]._node.services for call in each.calls]
         for item in range(3):
-            say(connection, ITEM, number, [values_of([item])])
+            say(connection, "ITEM", number, [values_of([item])])
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
         for item in range(1000):
-            say(connection, ITEM, number, [values_of([item])])
+            say(connection, "ITEM", number, [values_of([item])])
         with pytest.raises(PeerLost, match=r"worker1.*beyond the 4 that were asked for"):
             for _ in range(1000):
                 await anext(stream)

@@ -26,12 +26,12 @@ from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.trees import write_tree
 from aiorpc.runtime import surface
 from aiorpc.runtime.calls import functions
-from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.declared import TEXT_LIMIT, Declaration, declaration_of, pack
 from aiorpc.runtime.calls.values import encode
 from aiorpc.runtime.group import group
 from aiorpc.testing import cluster
 from tests.runtime.bad_member import call_of, calling, say, values_of
+from tests.runtime.inside import act_as, act_no_more
 from tests.runtime.waiting import LIMIT, until
 from tests.tiers import examples
 
@@ -249,9 +249,9 @@ async def test_whatever_is_sent_to_them_nothing_ends_and_nothing_is_shown(
     )
     chance = random.Random(7)
     async with cluster(3, options=options, roles=["", "", "actor"]) as (victim, other, bad):
-        token = current_node.set(victim._node)
+        token = act_as(victim)
         aiorpc.Queue("open", 5)
-        current_node.reset(token)
+        act_no_more(token)
         assert await other.call("worker0", double, 1) == 2
         with pytest.raises(aiorpc.NotAllowed):
             await bad.call("worker0", double, 1)

@@ -138,31 +138,7 @@ async def test_module_arrives_whole(pair: list[Worker]) -> None:
     assert isinstance(arrived.own, nn.Buffer)
 
 
-async def test_lazy_module_arrives(pair: list[Worker]) -> None:
-    """A module that does not know its sizes yet learns them where it arrives."""
-    module = nn.LazyLinear(2, dtype=torch.float64)
-    result = await pair[0].call("worker1", apply, module, torch.ones(1, 3).double())
-    assert (result.shape, result.dtype) == ((1, 2), torch.float64)
-
-
 # --- small things -----------------------------------------------------------------------------------------------------
-
-
-async def test_descriptions_arrive(pair: list[Worker]) -> None:
-    """Sizes, types, devices, layouts and memory formats are themselves."""
-    sent = [torch.Size([1, 2]), torch.int8, torch.device("cpu", 0), torch.strided, torch.channels_last, torch.qint8]
-    sent += [torch.per_channel_affine, torch.finfo(torch.float16).dtype]
-    arrived = await pair[0].call("worker1", echo, *sent)
-    assert arrived == sent
-    assert [type(item) for item in arrived] == [type(item) for item in sent]
-
-
-async def test_generator_goes_on_where_it_was(pair: list[Worker]) -> None:
-    """A generator arrives with its state, and the sender's is not moved."""
-    generator = torch.Generator().manual_seed(7)
-    torch.rand(3, generator=generator)
-    (arrived,) = await pair[0].call("worker1", echo, generator)
-    assert torch.equal(torch.rand(5, generator=arrived), torch.rand(5, generator=generator))
 
 
 # --- what cannot travel -----------------------------------------------------------------------------------------------

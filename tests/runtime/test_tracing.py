@@ -10,7 +10,6 @@ import pytest
 
 import aiorpc
 from aiorpc import Overloaded, RpcUsageError, Worker, tracing
-from aiorpc.protocol.frames import Kind
 from aiorpc.testing import Faults
 from aiorpc.tracing import TraceContext
 from tests.runtime.bad_member import call_of, calling, say
@@ -116,6 +115,6 @@ async def test_what_is_no_context(trio: list[Worker], bad: TraceContext) -> None
     noted.clear()
     call = call_of(f"{__name__}:note")
     call.trace = bad
-    say(calling(trio[1], "worker0"), Kind.CALL, 1 << 40, call)
+    say(calling(trio[1], "worker0"), "CALL", 1 << 40, call)
     await until(lambda: bool(noted))
     assert noted == [TraceContext(CONTEXT[0]) if bad[0] == CONTEXT[0] else None]

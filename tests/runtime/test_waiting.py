@@ -11,30 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from aiorpc import (
     Future,
-    Queue,
     RpcBackendOptions,
     RpcCancelled,
     RpcTimeout,
     Worker,
-    current,
-    init,
     rpc_async,
     rpc_sync,
 )
-from aiorpc import futures as futures_module
 from aiorpc.collecting import wait_all
-from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
+from aiorpc.errors import RpcError, WouldBlockLoop
 from aiorpc.events import CallEvent, CallOutcome
-from aiorpc.runtime.caller.peer import Peer
 from aiorpc.testing import cluster
 from tests import scripts
-from tests.conftest import LoopFactory
 
-from .served import count
 from .waiting import LIMIT, until
 
 BUSY = 5.0  # seconds: far longer than any of these waits
@@ -57,7 +49,7 @@ async def awake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
         yield workers
 
 
-def is_shared(peer: Peer) -> bool:
+def is_shared(peer: Any) -> bool:
     """Whether its answers may be read by other threads than the loop's."""
     return peer.connection is not None and peer.connection._reader.epoll is not None
 
@@ -65,12 +57,6 @@ def is_shared(peer: Peer) -> bool:
 def is_awake(worker: Worker) -> bool:
     """Whether a thread stays awake for an answer. Without taking the lock to see: who came just then would sleep."""
     return "unlocked" not in repr(worker._node.engine.pool._awake)
-
-
-def is_reading(worker: Worker) -> bool:
-    """Whether a thread reads what comes from worker1, in place of the loop."""
-    connection = worker._node.peers.find("worker1").connection
-    return connection is not None and "unlocked" not in repr(connection._reader.reading)
 
 
 @pytest.fixture
@@ -170,13 +156,6 @@ async def test_errors_come_the_same_way(awake: list[Worker], readers: list[int])
             rpc_sync("worker1", fail)
 
     assert await scripts.run(awake[0], read_by_itself, readers, call)
-
-
-async def test_without_busy_wait_the_loop_reads() -> None:
-    """busy_wait=0: threads sleep until the loop wakes them."""
-    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0)) as workers:
-        call = partial(rpc_sync, "worker1", echo, (1,))
-        assert not await scripts.run(workers[0], read_by_itself, watch_readers(workers[0]), call)
 
 
 async def test_all_of_several_are_waited_for(awake: list[Worker]) -> None:
@@ -281,92 +260,3 @@ async def test_cancelling_ends_a_wait_that_is_awake(awake: list[Worker]) -> None
     with pytest.raises(RpcCancelled):
         await waiting
     assert await scripts.run(awake[0], rpc_sync, "worker1", echo, (1,)) == 1
-
-
-async def test_the_end_of_a_peer_ends_a_wait_that_is_awake(awake: list[Worker]) -> None:
-    """The thread that reads sees the end of the stream, and leaves it to the loop."""
-    future = await scripts.run(awake[0], partial(rpc_async, "worker1", forever))
-    waiting = asyncio.ensure_future(scripts.run(awake[0], wait_awake, future))
-    await until(partial(is_awake, awake[0]))
-    for service in list(awake[1]._node.services):
-        service.connection.abort()
-    with pytest.raises(PeerLost):
-        await waiting
-
-
-def test_a_thread_that_is_to_run_the_loop_and_does_not_is_told_so(
-    loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two runs of the loop a blocking call would never end: it is refused, and says what to do."""
-    monkeypatch.setattr(futures_module, "LOOK", 0.01)
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        loop = runner.get_loop()
-        worker = init("alone", store=HashStore())
-        runner.run(worker.start())
-        try:
-            with pytest.raises(WouldBlockLoop, match=r"loop\.run_until_complete"):
-                rpc_sync("alone", echo, (1,))
-            future = rpc_async("alone", echo, (2,))
-            for wait in (future.wait, future.then(lambda done: done.value()).wait, partial(wait_all, [future])):
-                with pytest.raises(WouldBlockLoop, match=r"loop\.run_until_complete"):
-                    wait()
-            assert runner.run(answered(future)) == 2
-            assert runner.run(asyncio.to_thread(rpc_sync, "alone", echo, (3,))) == 3
-            thread = threading.Thread(target=loop.run_forever)  # from now on the loop is another thread's
-            thread.start()
-            try:
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT)
-                worker._node.engine.refuse_on_loop("nothing", "nothing")
-            finally:
-                loop.call_soon_threadsafe(loop.stop)
-                thread.join(LIMIT)
-        finally:
-            runner.run(worker.shutdown())
-
-
-def test_a_loop_that_another_thread_has_taken_over_is_told_of_all_that_the_first_one_does(
-    loop_factory: LoopFactory,
-) -> None:
-    """The worker was started in this thread, and its loop runs in another one: asyncio refuses to hear of anything from
-    this one then but by `call_soon_threadsafe`, in its debug mode, and else would not be woken.
-    """
-    with asyncio.Runner(debug=True, loop_factory=loop_factory) as runner:
-        loop = runner.get_loop()
-        options = RpcBackendOptions(busy_wait=0, rpc_timeout=LIMIT)
-        worker = init("alone", store=HashStore(), options=options)
-        runner.run(worker.start())
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        try:
-            for number in range(3):
-                assert rpc_sync("alone", echo, (number,)) == number
-            assert [future.wait() for future in [rpc_async("alone", echo, (n,)) for n in range(100)]] == [*range(100)]
-            stream = worker.stream("alone", count, 100)
-            assert [*stream] == [*range(100)]
-            queue: Queue[Any] = Queue("numbers")
-            queue.put(7).wait()
-            assert queue.get().wait() == 7
-            queue.close()
-            refused = asyncio.run_coroutine_threadsafe(refuses_to_block(), loop)
-            assert refused.result(LIMIT)
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(LIMIT)
-            runner.run(worker.shutdown())
-
-
-async def refuses_to_block() -> bool:
-    """Whether blocking verbs know that they are on the loop of their worker, with nothing sent."""
-    made = current().statistics().calls_made
-    with pytest.raises(WouldBlockLoop, match="await aiorpc"):
-        rpc_sync("alone", echo, (1,))
-    stream = current().stream("alone", count, 5)
-    with pytest.raises(WouldBlockLoop, match="async for"):
-        next(stream)
-    await stream.aclose()
-    return current().statistics().calls_made == made + 1
-
-
-async def answered(future: Future[Any]) -> Any:
-    """Its value."""
-    return await future

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 from aiorpc import Worker
-from aiorpc.protocol.reference_messages import Counts
 from tests.conditions import unmet
 
 LIMIT = 30.0  # seconds for what has to happen; of use only to a test that fails, on however slow a machine
@@ -35,11 +35,10 @@ async def until_no_references(workers: Sequence[Worker]) -> None:
 
     One that has closed has no values, and hears no more of who has let go of what: its table says nothing.
     """
-    empty = Counts(0, 0, 0, 0, 0, 0, 0)
 
     def are_empty() -> bool:
         tables = [worker._node.references for worker in workers]
-        if all(each.closed or each.counts() == empty for each in tables):
+        if all(each.closed or not any(astuple(each.counts())) for each in tables):
             return True
         # Tracebacks of errors that a test caught hold its locals, in cycles; until just now a thread that woke the test
         # may have been on its way out with such an error, and nothing here makes the collector run again.
