@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from aiorpc.queues import tickets
 from aiorpc.queues.items import Taken
 from aiorpc.queues.tickets import TICKET, Tickets, split_tickets
 
@@ -33,21 +30,3 @@ def test_nobody_else_can_make_a_ticket() -> None:
     assert not owner.redeem(1, 0, given(other, 1, b"a"))
     assert not owner.redeem(1, 0, [Taken(bytes(TICKET), b"a")])
     assert owner.redeem(1, 0, [first, second])
-
-
-def test_what_came_back_is_remembered_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it nothing as old as what was forgotten comes back: an item is not there twice.
-
-    Nothing of a worker that is gone is remembered, and the one in its place has nothing to put back.
-    """
-    monkeypatch.setattr(tickets, "_MOST_RETURNED", 4)
-    owner = Tickets()
-    late, *items = given(owner, 1, *[b"item"] * 9)
-    for each in items:
-        assert owner.redeem(1, 0, [each])
-    used, floor = owner._used[0]
-    assert len(used) == 4 and floor == 5
-    assert not any(owner.redeem(1, 0, [each]) for each in (late, *items))
-    assert owner.redeem(1, 0, given(owner, 1, b"new"))
-    owner.forget(0)
-    assert not owner._used and not owner.redeem(2, 0, items)
