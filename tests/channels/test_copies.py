@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy
 import pytest
 
-from aiorpc.channels import shared, shm
 from aiorpc.channels.arena import Arena
 from aiorpc.channels.segments import Bytes
 from aiorpc.channels.shm import Borrower, Copies, Lender
-from aiorpc.errors import ProtocolError
 
 SIZE = 2 << 20
 
@@ -98,65 +95,3 @@ def test_a_peer_that_is_lost_gives_back_its_share(arena: Arena, pairs: list[Pair
     del taken[2]
     pairs[2].give_back()
     assert arena.blocks == 0
-
-
-def test_a_block_is_freed_as_often_as_it_is_held(arena: Arena) -> None:
-    """Once more is an error, as ever."""
-    block = arena.allocate(100)
-    assert block is not None
-    arena.share(block)
-    arena.free(block)
-    assert arena.blocks == 1
-    arena.free(block)
-    for method in (arena.free, arena.share):
-        with pytest.raises(ValueError, match="not in use"):
-            method(block)
-
-
-def test_other_buffers_get_blocks_of_their_own(arena: Arena, pairs: list[Pair]) -> None:
-    """A copy is of the very buffers that it was made of."""
-    copies = Copies(arena)
-    one, other = numpy.full(SIZE, 1, numpy.uint8), numpy.full(SIZE, 2, numpy.uint8)
-    views = one.data, other.data
-    for view in views:
-        assert copies.find((view,)) is None
-        assert pairs[0].lender.lend(view, copies=copies) is not None
-    assert arena.blocks == 2
-    assert copies.find(views) is None
-    copies.close()
-
-
-def test_where_nothing_more_can_be_mapped_it_is_copied(
-    arena: Arena, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The block is given back at once then."""
-
-    def refuse(*_: Any) -> Bytes:
-        raise OSError(12, "no memory")
-
-    monkeypatch.setattr(shm, "map_private", refuse)
-    copies = Copies(arena)
-    taken = pairs[0].take(numpy.ones(SIZE, numpy.uint8).data, copies)
-    copies.close()
-    pairs[0].give_back()
-    assert arena.blocks == 0
-    assert taken.all()
-
-
-def test_a_block_that_is_in_use_is_not_lent_again(arena: Arena, pairs: list[Pair]) -> None:
-    """Of one lender, as without copies."""
-    copies = Copies(arena)
-    data = numpy.ones(SIZE, numpy.uint8)
-    view = data.data
-    lent = pairs[0].lender.lend(view, copies=copies)
-    assert lent is not None
-    taken = pairs[0].borrower.adopt(list(lent[0]), private=True)
-    with pytest.raises(ProtocolError, match="in use here"):
-        pairs[0].borrower.adopt(list(lent[0]), private=True)
-    assert taken.all()
-    copies.close()
-
-
-def test_the_words_for_copying_out_are_numbers_of_the_wire() -> None:
-    """They stand in messages, so they do not change."""
-    assert (shared.IN_PLACE, shared.COPY_OUT, shared.PRIVATE) == (0, 1, 2)

@@ -61,15 +61,6 @@ def kept() -> Iterator[Kept]:
     made.arena.close()
 
 
-def test_kept_memory_is_lent_where_it_lies(kept: Kept) -> None:
-    """No second block is taken, and what arrives is the same memory."""
-    array = kept.keep()
-    used = kept.arena.used
-    block = kept.lend(array)
-    assert (kept.arena.used, kept.arena.blocks) == (used, 1)
-    assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
-
-
 @pytest.mark.parametrize("first", ["here", "there"])
 def test_it_is_free_when_neither_end_has_it(kept: Kept, first: str) -> None:
     """Whoever lets go of it first: the bytes stay as long as the other one has them."""
@@ -105,17 +96,6 @@ def test_any_view_keeps_it(kept: Kept) -> None:
     assert kept.arena.used == 0
 
 
-def test_only_the_whole_of_it_is_found(kept: Kept) -> None:
-    """A part of it is copied like any other memory."""
-    array = kept.keep()
-    assert kept.keeper.find(array.data) is not None
-    assert kept.keeper.find(array.data[:-1]) is None
-    assert kept.keeper.find(array.data[1:]) is None
-    assert kept.keeper.find(bytes(array)) is None
-    assert kept.keeper.find(array.data.toreadonly()) is None  # of which nobody is sure whose it is
-    assert kept.keeper.find(array.data[:0]) is None
-
-
 def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
     """A block is lent to one peer once at a time, as each is given back once; another peer gets it meanwhile."""
     array = kept.keep()
@@ -128,20 +108,6 @@ def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
     kept.give_back()
     assert kept.lender.leases == 0
     assert kept.lend(array) == first
-
-
-def test_a_block_that_two_lend_at_once_is_lent_once(kept: Kept) -> None:
-    """The one that comes second is refused, and its bytes go another way."""
-    array = kept.keep()
-    block = kept.keeper.find(array.data)
-
-    def meanwhile(_: int) -> bool:
-        assert kept.lender.lend(array.data, kept=block) is not None
-        return True
-
-    assert kept.lender.lend(array.data, kept=block, usable=meanwhile) is None
-    assert kept.lender.last_refusal == "lent twice"
-    assert (kept.lender.leases, kept.lender.lent, kept.arena.blocks) == (1, SIZE, 1)
 
 
 def test_nothing_is_kept_beyond_its_share() -> None:
@@ -159,32 +125,6 @@ def test_nothing_is_kept_beyond_its_share() -> None:
         assert kept.cold == []
     finally:
         kept.arena.close()
-
-
-def test_where_memory_is_cold_it_is_asked_for() -> None:
-    """And this time it is to be taken elsewhere; not of an arena that is closed."""
-    kept = Kept(warm=0)
-    assert kept.keeper.keep(SIZE) is None
-    assert (kept.cold, kept.told) == ([SIZE], [])
-    kept.arena.grow(SIZE)
-    assert kept.keeper.keep(SIZE) is not None
-    assert kept.told == [1]
-    kept.arena.close()
-    assert kept.keeper.keep(SIZE) is None
-    assert kept.cold == [SIZE]
-
-
-def test_an_arena_that_is_closed_meanwhile_is_no_error(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker leaves while a thread packs something: there is other memory for that."""
-    allocate = kept.arena.allocate
-
-    def closing(size: int) -> Block | None:
-        block = allocate(size)
-        kept.arena.close()
-        return block
-
-    monkeypatch.setattr(kept.arena, "allocate", closing)
-    assert kept.keeper.keep(SIZE) is None
 
 
 def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from torch import nn
 
 from aiorpc.channels.torch_accelerator import (
     KNOWN_STREAMS,
-    PINNED_DETOUR,
-    POOL_STREAMS,
     TorchAccelerator,
     find_accelerator,
 )
@@ -98,20 +95,6 @@ def test_without_a_device_there_is_none() -> None:
     assert find_accelerator() is None
 
 
-def test_the_devices_are_those_that_torch_calls_its_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where these are not CUDA's: with streams and events, and without memory that processes share."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
-    found = find_accelerator()
-    assert found is not None
-    assert (found.kind, found.count(), found.interprocess) == ("xpu", 3, None)
-
-
-def test_it_knows_torchs_module_of_a_kind() -> None:
-    """CUDA's module is looked up by name, and importing it takes no device."""
-    assert TorchAccelerator("cuda").count() == torch.cuda.device_count()
-
-
 def test_streams_are_current_inside_and_nothing_has_changed_outside(
     accelerator: TorchAccelerator, devices: Devices
 ) -> None:
@@ -129,38 +112,12 @@ def test_entering_leaves_the_current_device_alone(accelerator: TorchAccelerator,
     assert devices.state() == (0, [0, 0])
 
 
-def test_entered_nests_and_can_be_used_again(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """The same object within itself and after itself, and another one in between."""
-    guard = accelerator.entered([Lane(0, 1), Lane(1, 1)])
-    for _ in range(2):
-        with guard:
-            with accelerator.entered([Lane(0, 2)]), guard:
-                assert devices.state() == (0, [1, 1])
-            assert devices.state() == (0, [1, 1])
-        assert devices.state() == (0, [0, 0])
-
-
 def test_a_stream_that_cannot_be_set_leaves_all_as_it_was(accelerator: TorchAccelerator, devices: Devices) -> None:
     """What was entered before the failure is left again."""
     devices.broken = Lane(1, 2)
     with pytest.raises(RuntimeError, match="no such stream"), accelerator.entered([Lane(0, 1), devices.broken]):
         raise AssertionError("entered")
     assert devices.state() == (0, [0, 0])
-
-
-def test_an_error_inside_leaves_the_streams(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """As a handler that raises."""
-    with pytest.raises(KeyError), accelerator.entered([Lane(1, 2)]):
-        raise KeyError
-    assert devices.state() == (0, [0, 0])
-
-
-def test_fresh_streams_come_in_turn(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """As many as torch's pool has, each device's own."""
-    first = [accelerator.fresh(0) for _ in range(POOL_STREAMS)]
-    assert len({lane.stream_id for lane in first}) == POOL_STREAMS
-    assert [accelerator.fresh(0) for _ in range(POOL_STREAMS)] == first
-    assert accelerator.fresh(1).device_index == 1
 
 
 def test_the_current_stream_is_that_of_now(accelerator: TorchAccelerator, devices: Devices) -> None:
@@ -221,67 +178,3 @@ def test_memory_made_in_inference_mode_can_be_written_outside_of_it(host: TorchA
         memory = host.empty(8, 0)
     memory.copy_(torch.arange(8, dtype=torch.uint8))
     assert (memory.dtype, memory.shape, memory.tolist()) == (torch.uint8, (8,), list(range(8)))
-
-
-@dataclass
-class Memory:
-    """In place of a tensor: where it lies, and what was copied into it."""
-
-    place: str
-    size: int = 100
-    copies: list[tuple[str, bool]] = field(default_factory=list)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda:0" if self.place == "device" else "cpu")
-
-    def numel(self) -> int:
-        return self.size
-
-    def is_pinned(self) -> bool:
-        return self.place == "pinned"
-
-    def copy_(self, source: Memory, non_blocking: bool = False) -> Memory:
-        self.copies.append((source.place, non_blocking))
-        return self
-
-
-class Copying(TorchAccelerator):
-    """Makes a note of what is kept, on which stream, and of which streams were current at a copy."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda", module=Devices())
-        self.kept: list[tuple[str, Lane]] = []
-
-    def pinned(self, size: int) -> Any:
-        return Memory("pinned", size)
-
-    def keep(self, carrier: Any, stream: Lane) -> None:
-        self.kept.append((carrier.place, stream))
-
-
-@pytest.mark.parametrize(
-    ("target", "source", "size", "copied"),
-    [
-        ("device", "device", 100, ("device", True)),
-        ("device", "pinned", 100, ("pinned", True)),
-        ("pinned", "device", 100, ("device", True)),
-        ("device", "ordinary", PINNED_DETOUR, ("pinned", True)),
-        ("device", "ordinary", PINNED_DETOUR + 1, ("ordinary", False)),
-        ("ordinary", "device", 100, ("device", False)),
-    ],
-)
-def test_only_ordinary_memory_makes_a_copy_wait(target: str, source: str, size: int, copied: tuple[str, bool]) -> None:
-    """All else is enqueued, and what lies on a device is kept until it is done."""
-    accelerator = Copying()
-    into: Any = Memory(target, size)
-    accelerator.move(into, Memory(source, size), Lane(0, 3))  # type: ignore[arg-type]  # in place of a tensor
-    assert into.copies == [copied]
-    assert accelerator.kept == [("device", Lane(0, 3))] * [target, source].count("device")
-
-
-def test_nothing_is_enqueued_for_no_bytes() -> None:
-    """Empty memory cannot be pinned."""
-    into: Any = Memory("device", 0)
-    Copying().move(into, Memory("ordinary", 0), Lane(0, 3))  # type: ignore[arg-type]  # in place of a tensor
-    assert into.copies == []

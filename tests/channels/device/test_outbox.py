@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 import torch
@@ -59,37 +58,6 @@ def check_slots(size: int) -> None:
 def test_slots_lie_inside_and_apart(size: int) -> None:
     """Sorted by their size, aligned, and all of the memory is used."""
     check_slots(size)
-
-
-def test_the_smallest_slot_that_fits_is_lent(box: Outbox) -> None:
-    """A longer one only when those are out; of those that are too short none."""
-    rooms = [room for _, room in box.slots]
-    kinds = sorted(set(rooms))
-    for room in kinds:
-        for size in (room, room - 1):
-            slot = box.take(size)
-            assert slot is not None and rooms[slot] == room
-            box.give(slot)
-    taken = [box.take(1) for _ in rooms]
-    assert None not in taken and len(set(taken)) == len(rooms)
-    assert [rooms[slot] for slot in taken if slot is not None] == rooms, "not the shortest first"
-    assert box.take(1) is None and box.lent == len(rooms)
-    for slot in taken:
-        assert slot is not None
-        box.give(slot)
-    assert box.lent == 0
-    longest = [box.take(kinds[-1]) for _ in range(rooms.count(kinds[-1]))]
-    assert None not in longest and box.take(kinds[-1]) is None and box.take(kinds[-2] + 1) is None
-    assert box.take(kinds[-2]) is not None
-
-
-def test_more_than_a_slot_holds_gets_the_longest_or_none(box: Outbox) -> None:
-    """Short ones are not for pieces of what is long."""
-    rooms = [room for _, room in box.slots]
-    taken = [box.take(1024 * MIB) for _ in range(rooms.count(rooms[-1]))]
-    assert [rooms[slot] for slot in taken if slot is not None] == [rooms[-1]] * len(taken)
-    assert box.take(1024 * MIB) is None
-    assert box.take(1) is not None
 
 
 @pytest.mark.parametrize("slot", [-1, 1000, 3])
@@ -204,55 +172,3 @@ def test_copies_through_slots_that_are_lent_again_at_once_are_in_order(seed: int
         inbox.close()
         box.close()
         assert sender.violations == [] and reader.violations == []
-
-
-class Noting:
-    """A driver that keeps the events that it was asked for."""
-
-    def __init__(self, driver: NeighbourInterprocess) -> None:
-        self.driver = driver
-        self.made: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.driver, name)
-
-    def events(self, index: int, count: int) -> Any:
-        self.made += self.driver.events(index, count)
-        return list(self.made)
-
-
-def test_waiters_of_a_sender_that_died_are_let_go(fake: NeighbourCuda) -> None:
-    """What it recorded and will never do counts as done; streams that come later wait for nothing."""
-    with NeighbourCuda(uuids=UUIDS, lag=(0.0, 0.0)) as reader, reader.in_thread():
-        driver = Noting(driver_of(fake))
-        box = Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
-        inbox = Inbox(driver_of(reader), 0, box.handle, box.event_handles, box.slots)
-        for event in driver.made:
-            event.words[0] += 1  # recorded, by a device that never comes so far
-        target = reader.empty(64 * KIB, 0)
-        held = reader.current(0)
-        inbox.get(0, target.data_ptr(), 8, held)
-        mark = reader.mark(held)
-        inbox.release_waiters()
-        reader.synchronize(mark)
-        assert mark.done
-        inbox.close()
-        box.close()
-        driver.made.clear()
-        assert reader.violations == []
-
-
-def test_an_outbox_that_cannot_be_made_leaves_no_events(fake: NeighbourCuda) -> None:
-    """Their memory would stay registered until the process ends."""
-    driver = Noting(driver_of(fake))
-    closed: list[Any] = []
-
-    def export_event(event: Any) -> bytes:
-        raise RuntimeError("not that one")
-
-    driver.__dict__.update(export_event=export_event, close_events=closed.extend)  # in front of the driver's
-    with pytest.raises(RuntimeError, match="not that one"):
-        Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
-    assert closed == driver.made != []
-    closed.clear()
-    driver.made.clear()
