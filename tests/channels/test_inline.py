@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aiorpc.channels import Traffic
-from aiorpc.channels.inline import Inline, allocate
+from aiorpc.channels.inline import Inline
 from aiorpc.errors import ProtocolError
 
 
@@ -45,29 +45,3 @@ def test_numbers_that_name_no_rider_are_refused(wires: list[Any]) -> None:
     with pytest.raises(ProtocolError, match="a message of 2 segments"):
         channel.receive(wires, [bytearray(1), bytearray(2)], unexpected)
     assert channel.traffic == Traffic()
-
-
-def test_frames_without_wires_are_counted_by_hand() -> None:
-    """`count` is what `send` does for a frame that says nothing about channels."""
-    channel = Inline()
-    channel.count([b"abc", b"de"])
-    channel.send([b"f"], [])
-    assert channel.traffic == Traffic(sent=3, bytes_sent=6)
-
-
-def test_giving_up_is_nothing_and_messages_are_refused() -> None:
-    """They go with their frame, or not at all; nothing is ever said."""
-    channel = Inline()
-    channel.withdraw(channel.send([b"a"], []), named=False)  # type: ignore[arg-type]  # all are taken
-    channel.withdraw([[0]], named=True)
-    with pytest.raises(ProtocolError, match="takes none"):
-        channel.on_message([])
-    channel.close()
-    channel.close()
-
-
-def test_memory_for_what_arrives_is_writable_bytes() -> None:
-    """Of the size asked for, also none."""
-    for size in (0, 1, 1 << 20):
-        view = allocate(size)
-        assert (len(view), view.nbytes, view.readonly, view.format) == (size, size, False, "B")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -58,16 +58,6 @@ def test_messages_one_after_the_other_take_one_stream(fake: FakeCuda) -> None:
         fake.machine.drain(10.0)
 
 
-def test_messages_at_once_have_streams_of_their_own(fake: FakeCuda) -> None:
-    """Until the last of them is gone."""
-    pool = StreamPool(fake)
-    landings = [Landing(fake, pool, [0]) for _ in range(3)]
-    streams = [landing.streams[0] for landing in landings]
-    assert len({id(stream) for stream in streams}) == 3
-    del landings[1]
-    assert Landing(fake, pool, [0]).streams[0] is streams[1]
-
-
 def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
     """What was given to it now would come after all of that; when it is done it is taken again."""
     pool = StreamPool(fake)
@@ -81,36 +71,6 @@ def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
     fake.machine.drain(10.0)
     assert Landing(fake, pool, [0]).streams[0] is stream
     del tensor
-
-
-def test_one_that_still_works_is_taken_where_there_are_enough(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is behind does not have memory kept for each of torch's streams."""
-    monkeypatch.setattr("aiorpc.channels.landing.ENOUGH", 2)
-    pool = StreamPool(fake)
-    landings = [Landing(fake, pool, [0]) for _ in range(2)]
-    streams = [each.streams[0] for each in landings]
-    tensors = [land(fake, each, 1.0) for each in landings]
-    landings.clear()
-    for _ in range(3):
-        again = [Landing(fake, pool, [0]) for _ in range(2)]
-        assert {id(each.streams[0]) for each in again} == set(map(id, streams))
-        tensors += [land(fake, each, 2.0) for each in again]
-        again.clear()
-    lent = [Landing(fake, pool, [0]) for _ in range(3)]
-    assert len({id(each.streams[0]) for each in lent}) == 3, "what is lent is its message's own"
-    assert len(tensors) == 8
-
-
-def test_streams_of_the_program_do_not_come_into_the_pool(fake: FakeCuda) -> None:
-    """A handler may have made another one current: that is entered again, and is still the program's own."""
-    pool, mine = StreamPool(fake), fake.fresh(0)
-    landing = Landing(fake, pool, [0])
-    (stream,) = landing.streams.values()
-    with fake.entered([mine]):
-        landing.remember()
-    assert landing.streams[0] is mine
-    del landing
-    assert Landing(fake, pool, [0]).streams[0] is stream
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
@@ -167,64 +127,7 @@ def test_joining_holds_up_no_thread(fake: FakeCuda) -> None:
     assert fake.calls["synchronize"] == 0
 
 
-def test_message_without_tensors_on_devices_has_no_arrival(fake: FakeCuda) -> None:
-    """Nobody has to wait for it."""
-    landing = lands(fake, 0, 1)
-    with landing.entered():
-        assert landing.arrival() is None
-
-
-def test_arrival_waits_for_those_devices_only_that_got_something(fake: FakeCuda) -> None:
-    """One event for each of these devices, however many tensors."""
-    landing = lands(fake, 0, 1)
-    for value in range(3):
-        land(fake, landing, value, 1)
-    marks = fake.calls["mark"]
-    with landing.entered():
-        arrival = landing.arrival()
-    assert arrival is not None
-    assert fake.calls["mark"] == marks + 1
-    waits = fake.calls["wait"]
-    arrival.join()
-    assert fake.calls["wait"] == waits + 1
-
-
 # --- landings ---------------------------------------------------------------------------------------------------------
-
-
-def test_streams_of_a_landing_are_current_within_it(fake: FakeCuda) -> None:
-    """And afterwards what was before, also if it was left by an error."""
-    before = [fake.current(0), fake.current(1)]
-    landing = lands(fake, 0, 1)
-    with suppress(ZeroDivisionError), landing.entered():
-        inside = [fake.current(0), fake.current(1)]
-        raise ZeroDivisionError
-    assert [fake.current(0), fake.current(1)] == before
-    assert not set(inside) & set(before)
-    with landing.entered(), landing.entered():
-        assert [fake.current(0), fake.current(1)] == inside
-
-
-def test_landing_without_streams_leaves_the_current_ones(fake: FakeCuda) -> None:
-    """What comes from the host arrives where the thread works."""
-    stream = fake.fresh(0)
-    with fake.entered([stream]), Landing(fake).entered():
-        assert fake.current(0) is stream
-
-
-def test_remembered_streams_are_entered_from_then_on(fake: FakeCuda) -> None:
-    """Those of its own devices; a landing without streams remembers nothing."""
-    landing, none = lands(fake, 0, 1), Landing(fake)
-    other = fake.fresh(1)
-    with landing.entered():
-        kept = fake.current(0)
-        with fake.entered([other]):
-            landing.remember()
-            none.remember()
-    with landing.entered():
-        assert (fake.current(0), fake.current(1)) == (kept, other)
-    with none.entered():
-        assert fake.current(1) is not other
 
 
 # --- coroutines -------------------------------------------------------------------------------------------------------
@@ -263,25 +166,6 @@ async def test_each_step_runs_on_the_streams_of_its_landing(fake: FakeCuda) -> N
     assert len(meanwhile) >= 5
     assert all(each == outside for each in meanwhile)
     assert streams(fake) == outside
-
-
-async def test_two_coroutines_in_turn_do_not_mix(fake: FakeCuda) -> None:
-    """Each finds its own streams at each step, and each computes right."""
-    results: dict[int, list[Stream]] = {}
-
-    async def handler(number: int) -> None:
-        tensor: torch.Tensor = slowly(fake, number)
-        mine = []
-        for _ in range(10):
-            mine.append(fake.current(0))
-            tensor = tensor + 1
-            await asyncio.sleep(0)
-        assert torch.equal(tensor.cpu(), torch.full((1000,), number + 10.0))
-        assert len(set(mine)) == 1
-        results[number] = mine
-
-    await asyncio.gather(*[serve(handler(number), lands(fake, 0)) for number in range(3)])
-    assert len({mine[0] for mine in results.values()}) == 3
 
 
 async def test_stream_that_a_coroutine_enters_is_found_again(fake: FakeCuda) -> None:
@@ -382,45 +266,6 @@ class Once:
 
 def driven(coroutine: Any, landing: Landing) -> Generator[Any, Any, None]:
     return LandedCoroutine(coroutine, landing).__await__()
-
-
-def test_closing_runs_the_rest_on_its_streams(fake: FakeCuda) -> None:
-    """A coroutine that is dropped half-way cleans up on the streams that it works on."""
-    outside = streams(fake)
-    landing = lands(fake, 0)
-    with landing.entered():
-        wanted = fake.current(0)
-    seen: list[Stream] = []
-
-    async def handler() -> None:
-        try:
-            await Once()
-        finally:
-            seen.append(fake.current(0))
-
-    steps = driven(handler(), landing)
-    assert next(steps) == "waiting"
-    assert streams(fake) == outside
-    steps.close()
-    assert seen == [wanted]
-    assert streams(fake) == outside
-
-
-def test_values_are_sent_and_yielded_as_they_are(fake: FakeCuda) -> None:
-    """It stands between a coroutine and its driver unseen."""
-    got: list[Any] = []
-
-    async def handler() -> None:
-        got.append(await Once())
-        with suppress(KeyError):
-            await Once()
-        got.append(await Once())
-
-    steps = driven(handler(), lands(fake, 0))
-    assert [next(steps), steps.send("a"), steps.throw(KeyError())] == ["waiting"] * 3
-    with pytest.raises(StopIteration):
-        steps.send("b")
-    assert got == ["a", "b"]
 
 
 class Losable(FakeCuda):

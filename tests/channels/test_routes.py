@@ -49,36 +49,6 @@ def test_tensors_of_the_host_are_none_of_its_business(fake: FakeCuda) -> None:
     assert not there(fake, d0=0).leads(torch.device("meta"))
 
 
-def test_without_devices_nothing_leads_anywhere(fake: FakeCuda) -> None:
-    """A worker without devices may have a map; what says that it lies on one of them is for others to refuse."""
-    route = there(None, d0=0)
-    assert not route.takes(fake.fake_tensor(torch.ones(2), 0))
-    assert not route.leads(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize(
-    ("devices", "accelerated", "looked_at", "host_target"),
-    [
-        ({}, False, False, ""),
-        ({"d0": 1}, False, False, ""),
-        ({"cpu": "cpu"}, False, False, ""),
-        ({"cpu": 1}, False, True, "cuda:1"),
-        ({}, True, True, ""),  # what is not mapped has to be refused
-        ({"d0": 1}, True, True, ""),
-        ({"d0": "cpu"}, True, True, ""),
-        ({"cpu": "cpu"}, True, True, ""),
-        ({"cpu": 2, "d2": 0}, True, True, "cuda:2"),
-    ],
-)
-def test_tensors_are_looked_at_where_something_may_be_on_a_device(
-    fake: FakeCuda, devices: dict[str, int | str], accelerated: bool, looked_at: bool, host_target: str
-) -> None:
-    """A route is true if there are devices here, or the host's tensors go to one there."""
-    route = there(fake if accelerated else None, **devices)
-    assert bool(route) is looked_at
-    assert route.host_target == host_target
-
-
 @pytest.mark.parametrize("ask", ["takes", "target"])
 def test_unmapped_device_is_refused_with_all_that_one_has_to_know(fake: FakeCuda, ask: str) -> None:
     """The error names type, shape, device and worker, and says what to do."""
@@ -144,14 +114,6 @@ def test_nested_tensor_is_refused_without_a_shape(fake: FakeCuda) -> None:
     tensor: Tensor = Nested()  # type: ignore[assignment]  # none can be made without a device
     with pytest.raises(SerializationError, match=r"^a torch.float32 tensor on cuda:2: no device map"):
         there(fake, d0=1).takes(tensor)
-
-
-def test_route_keeps_no_hold_of_the_map(fake: FakeCuda) -> None:
-    """A map that is changed later changes no route: those who use one take no lock."""
-    devices = to_device_map({0: 1})
-    route = going(fake, devices, "ps")
-    devices.clear()
-    assert route.target(fake.fake_tensor(torch.ones(2), 0)) == "cuda:1"
 
 
 def test_programs_for_torch_find_its_words(fake: FakeCuda) -> None:

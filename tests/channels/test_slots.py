@@ -6,14 +6,12 @@ import fcntl
 import gc
 import mmap
 import os
-from collections.abc import Callable
 
-import numpy
 import pytest
 
 from aiorpc.channels import segments
-from aiorpc.channels.arena import ALIGN, Arena, lay_out
-from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView, copy_all
+from aiorpc.channels.arena import Arena
+from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView
 from aiorpc.channels.space import MIB, PAGE
 from aiorpc.errors import ProtocolError
 
@@ -56,27 +54,6 @@ def test_a_slot_whose_memory_can_be_taken_away_is_none() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("least", [MIB, 64 * MIB], ids=["two threads", "one"])
-def test_buffers_are_copied_to_their_places(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long and short ones, aligned, by one thread or two."""
-    helped: list[str] = []
-
-    def assist(run: Callable[[], None]) -> None:
-        helped.append("once")
-        run()
-
-    monkeypatch.setattr("aiorpc.channels.slots.TWO_THREADS_SIZE", least)
-    buffers = [bytes([number]) * length for number, length in enumerate((1, 100, 5 * MIB, 0, 64, 9 * MIB), 1)]
-    spans, size = lay_out(map(len, buffers))
-    assert all(start % ALIGN == 0 for start, _ in spans)
-    target = numpy.zeros(size, numpy.uint8)
-    arena = Arena(MIB, assist=assist)
-    copy_all(arena, buffers, spans, target)
-    arena.close()
-    assert [target[start : start + length].tobytes() for start, length in spans] == buffers
-    assert len(helped) == (size >= least)
-
-
 def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
     """What one reader writes neither the slot nor another reader has; once forgotten, nor has he."""
     slots = SharedSlots(Arena(16 * MIB))
@@ -99,31 +76,6 @@ def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
     assert mine.adopt(SIZE, lambda: None)[0] == 2
     del other
     gc.collect()
-    slots.close()
-
-
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("count", [0, 1, 300])
-def test_what_was_written_is_forgotten_wherever_it_is(count: int, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nowhere, in one page, in many apart from each other; also where the system cannot say which ones."""
-    slots = SharedSlots(Arena(16 * MIB))
-    slot = slots.take(SIZE)
-    assert slot is not None
-    slot.bytes(SIZE)[:] = 1
-    if not scan:
-        monkeypatch.setattr(segments, "_PAGEMAP_SCAN", 0)
-    view = view_of(slot)
-    array = view.adopt(SIZE, lambda: None)
-    assert array.sum() == SIZE  # all of its pages are mapped
-    places = numpy.arange(count) * 2 * PAGE
-    array[places] = 7
-    array[-1:] += 6 * (count > 0)
-    del array
-    view.forget()
-    slot.bytes(SIZE)[:] = 2
-    array = view.adopt(SIZE, lambda: None)
-    assert (array == 2).all()
-    del array
     slots.close()
 
 
