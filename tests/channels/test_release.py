@@ -10,7 +10,6 @@ import copy
 import gc
 import io
 import os
-import pickle
 import signal
 import threading
 import time
@@ -286,15 +285,6 @@ def with_data(view: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-COPIES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    lambda view: pickle.loads(pickle.dumps(view)),
-    copy.deepcopy,
-    lambda view: torch.load(saved(view), weights_only=True),
-    lambda view: view.clone(),
-    lambda view: torch.from_numpy(pickle.loads(pickle.dumps(view.numpy(), protocol=5))),
-)
-
-
 def saved(view: torch.Tensor) -> io.BytesIO:
     """As `torch.save` writes it."""
     file = io.BytesIO()
@@ -307,18 +297,6 @@ def filled(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     """A tensor all of whose bytes are the value."""
     size = numpy.prod(shape) * dtype.itemsize
     return torch.full((int(size),), value, dtype=torch.uint8).view(dtype).view(shape)
-
-
-# What one message holds. More than an embedded tensor's size each; every storage is filled with a value of its own.
-MESSAGES: tuple[Callable[[Callable[[], int]], list[torch.Tensor]], ...] = (
-    lambda value: [filled(value(), (40, 64), torch.float32)],
-    lambda value: [filled(value(), (33, 129), torch.float64).t()],
-    lambda value: [filled(value(), (2, 8, 20, 20), torch.bfloat16).contiguous(memory_format=torch.channels_last)],
-    lambda value: [torch.nn.Parameter(filled(value(), (64, 70), torch.float32))],
-    lambda value: [filled(value(), (3000,), torch.complex64), filled(value(), (9, 1000), torch.uint8)],
-    lambda value: sharing(filled(value(), (64, 65), torch.float32)),
-    lambda value: [*sharing(filled(value(), (50, 50), torch.int64)), filled(value(), (5000, 2), torch.int16)],
-)
 
 
 def sharing(base: torch.Tensor) -> list[torch.Tensor]:

@@ -32,23 +32,6 @@ async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> No
     assert left.connection.bytes_sent == right.connection.bytes_received
 
 
-async def test_bytes_before_the_end_are_counted(half: tuple[End, socket.socket]) -> None:
-    """What arrived with the end itself, half a frame for one, has been counted when the end is told."""
-    end, far = half
-    counted: list[int] = []
-
-    def on_closed(cause: BaseException | None) -> None:
-        counted.append(end.connection.bytes_received)
-        end.on_closed(cause)
-
-    end.connection.on_closed = on_closed
-    head, *_ = encode_frame(Kind.CALL, 1, b"", [b"x" * 1_000_000])
-    sent = far.send(bytes(head) + b"x" * 100_000)
-    far.close()
-    assert isinstance(await end.closed(), ConnectionResetError)
-    assert counted == [sent] == [end.connection.bytes_received]
-
-
 async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> None:
     """Segments far larger than the socket's buffer arrive bit for bit, frames behind them too."""
     left, right = ends
@@ -59,18 +42,6 @@ async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> N
     first, second = await right.received(2)
     assert [bytes(segment) for segment in first.segments] == segments
     assert second.body == b"behind"
-
-
-async def test_one_frame_of_very_many_segments(ends: tuple[End, End]) -> None:
-    """More large buffers than one system call takes, and frames around them, keep their order."""
-    left, right = ends
-    segments = [bytes([number % 256]) * 17_000 for number in range(700)]
-    left.send(0)
-    left.send(1, b"", *segments)
-    left.send(2)
-    frames = await right.received(3)
-    assert [frame.call_id for frame in frames] == [0, 1, 2]
-    assert [bytes(segment) for segment in frames[1].segments] == segments
 
 
 # --- ending -----------------------------------------------------------------------------------------------------------
@@ -243,21 +214,6 @@ async def test_error_in_the_handler_closes_and_is_logged(
     assert record.getMessage().endswith("half: a frame could not be handled")
 
 
-async def test_protocol_error_from_above_is_not_logged_as_a_bug(
-    half: tuple[End, socket.socket], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A peer's violation that a higher layer finds ends the connection just as garbage does."""
-    end, far = half
-
-    def refuse(_: list[Frame]) -> None:
-        raise ProtocolError("not for me")
-
-    end.connection.on_frames = refuse
-    far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"")))
-    assert str(await end.closed()) == "not for me"
-    assert not caplog.records
-
-
 async def test_handler_may_close_the_connection(ends: tuple[End, End]) -> None:
     """Closing from within on_frames ends it there; frames of later reads are not handed out."""
     left, right = ends
@@ -278,14 +234,6 @@ async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) ->
         assert end.causes == []
         with pytest.raises(BlockingIOError):
             far.recv(1)
-
-
-async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> None:
-    """close_in_child of a connection that is closed already does nothing: other descriptors wait behind it."""
-    left, _ = ends
-    left.connection.abort()
-    left.connection.close_in_child()
-    assert left.causes == [None]
 
 
 async def test_whoever_has_closed_his_ear_and_talks_on_is_not_heard_for_ever(half: tuple[End, socket.socket]) -> None:

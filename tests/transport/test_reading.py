@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import select
 import socket
 import threading
 
@@ -81,28 +79,6 @@ async def shared(half: tuple[End, socket.socket]) -> tuple[End, socket.socket]:
     return half
 
 
-async def test_without_descriptors_the_loop_reads_on(
-    half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing fails on the loop, and once there are some again threads may read."""
-    end, far = half
-    refused, failed = threading.Event(), list[object]()
-
-    def refuse() -> select.epoll:
-        refused.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    with monkeypatch.context() as patch:
-        patch.setattr(select, "epoll", refuse)
-        assert await asyncio.to_thread(end.connection.read_here, lambda: True) == []
-        await until(refused.is_set)
-        far.send(encoded(1))
-        await end.received(1)
-    assert failed == []
-    await share(end)
-
-
 @pytest.mark.parametrize("kind", [Kind.REPLY, Kind.ERROR])
 async def test_waiter_takes_its_answer(shared: tuple[End, socket.socket], kind: Kind) -> None:
     """The answer that a thread waits for is taken in that thread, and the loop does not see it."""
@@ -114,16 +90,6 @@ async def test_waiter_takes_its_answer(shared: tuple[End, socket.socket], kind: 
     far.send(encoded(8, b"next"))
     assert [frame.call_id for frame in await end.received(1)] == [8]
     assert end.connection.bytes_received == len(encoded(7, b"answer") + encoded(8, b"next"))
-
-
-async def test_waiter_takes_an_answer_that_is_there_already(shared: tuple[End, socket.socket]) -> None:
-    """An answer that came before the thread looked is read by it, not waited for."""
-    end, far = shared
-    far.send(encoded(7))
-    waiter = Waiter(end)
-    waiter.thread.join(LONG)  # blocks the loop: only the thread can have read
-    assert [frame.call_id for frame in waiter.taken] == [7]
-    await waiter.stopped()
 
 
 async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket]) -> None:
@@ -148,17 +114,6 @@ async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket
 
 
 ITEM = encoded(7, kind=Kind.ITEM)
-
-
-@pytest.mark.parametrize("data", [encoded(8), encoded(8) + encoded(7)], ids=["one", "two"])
-async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data: bytes) -> None:
-    """Also those of other calls, as long as they come together."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    far.send(data)
-    await waiter.ended()
-    assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
-    assert end.frames == []
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -208,58 +163,6 @@ async def test_waiter_leaves_all_else_to_the_loop(
     await until(lambda: end.connection.bytes_received == len(data))
 
 
-async def test_loop_does_not_read_while_a_thread_does(shared: tuple[End, socket.socket]) -> None:
-    """What comes in pieces while a thread reads is the thread's; it is the loop's as soon as the thread has enough."""
-    end, far = shared
-    data = encoded(8, b"something")
-    waiter = await Waiter(end).looks()
-    far.send(data[:9])
-    await waiter.has_read()
-    far.send(data[9:-1])
-    await waiter.has_read()
-    assert end.connection.decoder.empty
-    await waiter.stopped()
-    far.send(data[-1:] + encoded(9))
-    assert [frame.call_id for frame in await end.received(2)] == [8, 9]
-    assert end.connection.bytes_received == len(data + encoded(9))
-
-
-async def test_waiter_does_not_read_behind_half_a_frame(shared: tuple[End, socket.socket]) -> None:
-    """While the loop has read a part of a frame the rest is its own: the thread goes at once."""
-    end, far = shared
-    data = encoded(7)
-    far.send(data[:-1])
-    await until(lambda: not end.connection.decoder.empty)
-    waiter = Waiter(end)
-    await waiter.ended()
-    far.send(data[-1:])
-    assert [frame.call_id for frame in await end.received(1)] == [7]
-    assert waiter.taken == []
-
-
-async def test_second_waiter_goes_at_once(shared: tuple[End, socket.socket]) -> None:
-    """One thread reads at a time."""
-    end, far = shared
-    first = await Waiter(end).looks()
-    second = Waiter(end)
-    await second.ended()
-    far.send(encoded(8))
-    await first.ended()
-    assert [frame.call_id for frame in first.taken] == [8]
-    assert second.taken == []
-
-
-async def test_enough_ends_the_waiter(shared: tuple[End, socket.socket]) -> None:
-    """With nothing to read, the thread stays until it is told to go; the loop reads on."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    assert waiter.thread.is_alive()
-    await waiter.stopped()
-    far.send(encoded(7))
-    assert [frame.call_id for frame in await end.received(1)] == [7]
-    assert (waiter.taken, waiter.errors) == ([], [])
-
-
 async def test_garbage_ends_the_connection_while_a_thread_reads(shared: tuple[End, socket.socket]) -> None:
     """What is no frame at all is the loop's to judge, also when a thread has read it."""
     end, far = shared
@@ -283,17 +186,6 @@ async def test_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End,
     assert waiter.errors == []
     assert [frame.call_id for frame in end.frames] == ([7] if before == ITEM else [])
     assert end.connection.bytes_received == len(before)
-
-
-async def test_reset_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End, socket.socket]) -> None:
-    """A connection that breaks ends the waiter without an error; on_closed gets it."""
-    end, far = shared
-    end.send(1, b"never read", urgent=True)
-    waiter = await Waiter(end).looks()
-    far.close()  # with something unread: a reset
-    await waiter.ended()
-    assert isinstance(await end.closed(), ConnectionError)
-    assert waiter.errors == []
 
 
 @pytest.mark.parametrize("way", ["close", "abort"])
@@ -357,24 +249,6 @@ async def test_waiter_takes_sealed_answers_in_pieces(shared: tuple[End, socket.s
     assert end.connection.bytes_received == len(data)
     far.send(wire(encoded(9)))
     assert [frame.call_id for frame in await end.received(1)] == [9]
-
-
-@pytest.mark.parametrize("others", [ITEM, encoded(8, b"x" * READ_HERE)], ids=["item", "long"])
-async def test_waiter_leaves_all_else_that_is_sealed_to_the_loop(
-    shared: tuple[End, socket.socket], others: bytes
-) -> None:
-    """The loop gets it in order, and no seal is counted twice."""
-    end, far = shared
-    wire = Wire(end, True)
-    waiter = await Waiter(end).looks()
-    far.send(wire(encoded(9)[:5]))
-    await waiter.has_read()
-    rest = wire(encoded(9)[5:] + others)
-    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far, rest))
-    await waiter.ended()
-    await sending
-    assert (await end.received(2))[0].call_id == 9
-    assert len(end.frames) == 2 and waiter.taken == []
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])

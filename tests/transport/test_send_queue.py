@@ -6,7 +6,6 @@ import errno
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,12 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc.interrupts import SocketTurn
-from aiorpc.locks import RLock, is_owned
 from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
-from aiorpc.transport import send_queue
-from aiorpc.transport.send_queue import FRAME_COST, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from tests.transport.ends import meanwhile
+from aiorpc.protocol.seal import MAX_PAYLOAD, Seal, Unsealer
+from aiorpc.transport.send_queue import JOIN_SIZE, SendQueue
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -136,27 +132,6 @@ def test_frames_cross_a_real_socket() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("taken", [None, 1, 8000])
-def test_very_many_small_frames_behind_a_full_socket(taken: int | None) -> None:
-    """The rest of a batch that was taken in part is written, also if it has more frames than a call takes buffers."""
-    frames: list[Sequence[Buffer]] = [[b"%5d" % number] for number in range(3 * MOST_BUFFERS)]
-    sock = Taker([taken])
-    drain(filled(frames), sock)
-    assert bytes(sock.data) == joined(frames)
-
-
-@pytest.mark.parametrize("size", [1, JOIN_SIZE + 1])
-def test_very_many_buffers_in_one_frame(size: int) -> None:
-    """A frame of more buffers than one system call takes leaves in several, nobody's frame within it."""
-    frame: list[Buffer] = [bytes([number % 256]) * size for number in range(2 * MOST_BUFFERS + 3)]
-    frames: list[Sequence[Buffer]] = [[b"before"], frame, [b"behind"]]
-    queue = filled(frames)
-    assert len(queue) == 2 + -(-len(frame) // MAX_BUFFERS)
-    sock = Taker([3, None, 5000])
-    drain(queue, sock)
-    assert bytes(sock.data) == joined(frames)
-
-
 def test_large_buffers_are_not_copied() -> None:
     """What is larger than joining pays for goes to the system as the very same object, between joined small ones."""
     large: list[Buffer] = [bytearray(JOIN_SIZE + 1), memoryview(bytearray(50_000))]
@@ -166,17 +141,6 @@ def test_large_buffers_are_not_copied() -> None:
     assert (first, third) == (b"ab", b"cd")
     assert second is large[0]
     assert fourth is large[1]
-
-
-def test_clear_forgets_what_was_begun_too() -> None:
-    """After clear nothing is left, and what is appended then is written from its first byte on."""
-    queue, sock = filled([[b"begun" * 10], [b"waits"]]), Taker([7])
-    write(queue, sock)
-    queue.clear()
-    assert len(queue) == 0
-    queue.append([b"new"])
-    drain(queue, sock)
-    assert bytes(sock.data) == b"begunbe" + b"new"
 
 
 def test_error_of_the_socket_loses_nothing() -> None:
@@ -234,94 +198,7 @@ def test_what_changes_while_it_is_sent_keeps_its_seal() -> None:
     assert opened(sock.data) == b"head" + bytes(100_000)
 
 
-def test_head_of_a_chunk_is_a_piece_of_its_own_and_pieces_leave_together() -> None:
-    """Its reader knows then where the data belong. One leaves at once, then two, then four: it is woken seldom."""
-    head, data = b"head", bytes(range(256)) * (13 * MAX_PAYLOAD // 256)
-    queue, sock = filled([[head, data], [b"next"]]), Taker()
-    queue.seal(Seal(KEY))
-    pieces = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
-    number = 0
-    for payloads in ([head, pieces[0]], pieces[1:3], pieces[3:7], pieces[7:11], [*pieces[11:], b"next"]):
-        sock.data.clear()
-        assert write(queue, sock) == (sum(len(each) + OVERHEAD for each in payloads), True)
-        seal = Seal(KEY)
-        expected = [part for at, each in enumerate(payloads, number) for part in seal.piece(at, [each], len(each))]
-        assert sock.data == b"".join(expected)
-        number += len(payloads)
-    assert len(queue) == 0
-
-
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
 LARGE = b"L" * (JOIN_SIZE + 1)
-
-
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_others_append_at_any_moment(seals: bool) -> None:
-    """Between any two instructions of the writer: it fails by that no more than it loses or doubles anything."""
-    frames: list[list[Buffer]] = [[b"one", b"two"], [b"three"]]
-
-    def happened(at: int) -> bool:
-        queue, sock = filled(frames), Taker([3, None])
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        if not meanwhile(partial(drain, queue, sock), at, lambda _: queue.append([b"later"]), send_queue.__file__):
-            return False
-        drain(queue, sock)
-        assert (opened(sock.data) if seals else bytes(sock.data)) == joined([*frames, [b"later"]])
-        return True
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 50
-
-
-@pytest.mark.parametrize("work", ["write", "prepend"])
-def test_the_size_is_right_whenever_others_append(work: str) -> None:
-    """Wherever the interpreter turns to another thread: by it a callee sees whether its caller takes what it gets."""
-
-    def happened(at: int) -> bool:
-        queue = filled([[b"one"], [b"two"]])
-        step = (
-            partial(drain, queue, Taker())
-            if work == "write"
-            else partial(queue.prepend, [b"first"], SocketTurn(lambda: None, None))
-        )
-        found = meanwhile(step, at, lambda _: queue.append([b"later"]), send_queue.__file__, signals=True)
-        assert queue.size == sum(sum(map(len, frame)) + FRAME_COST for frame in queue.frames)
-        return found
-
-    moments = next(at for at in range(10_000) if not happened(at))
-    assert moments > 1
-
-
-@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-def test_a_turn_is_ended_once(seals: bool) -> None:
-    """A signal handler that interrupts that ends the turn as well, and others write on before the first one is done."""
-
-    def begun() -> tuple[SendQueue, Taker]:
-        queue, sock = SendQueue(), Taker([3])
-        if seals:
-            queue.seal(Seal(KEY), JOIN_SIZE - 7)
-        for frame in ([b"one"], [b"head", LARGE], [b"three"]):
-            queue.append(frame)
-        write(queue, sock)
-        return queue, sock
-
-    def happened(at: int) -> bool:
-        (queue, sock), lock = begun(), RLock()
-
-        def other(_: str) -> None:
-            queue.end_turn(lock)
-            drain(queue, sock)
-
-        lock.acquire()
-        found = meanwhile(lambda: queue.end_turn(lock), at, other, send_queue.__file__, signals=True)
-        drain(queue, sock)
-        assert sock.data == expected and not is_owned(lock)
-        return found
-
-    undisturbed, whole = begun()
-    drain(undisturbed, whole)
-    expected = whole.data
-    assert next(at for at in range(1_000) if not happened(at)) > 3

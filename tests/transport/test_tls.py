@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.interrupts import SocketTurn
-from aiorpc.locks import is_owned
 from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
 from tests.authority import Authority
 from tests.tiers import examples
-from tests.transport.ends import Interruption
 
 MOST = 128 * 1024
 
@@ -277,59 +275,3 @@ def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Creden
     assert look(acceptor, deque([encrypted(opener, frame(4))]), MOST) == frame(4)
     acceptor.taking()()
     assert acceptor.feed() == []
-
-
-def test_what_is_too_long_to_look_at_is_left(credentials: dict[str, Credentials]) -> None:
-    """No more than asked for is decrypted; the rest comes with the next feed."""
-    opener, acceptor = shaken(credentials)
-    seen = look(acceptor, deque([encrypted(opener, frame(1, 40_000))]), 20_000)
-    assert frame(1, 40_000).startswith(seen) and len(seen) <= 20_000
-    assert acceptor.left
-    assert found(acceptor.feed()) == [(1, 40_000, [])]
-
-
-def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credentials]) -> None:
-    """A frame that ends with the first byte of a record is no reason to forget the rest of that record."""
-    opener, acceptor = shaken(credentials)
-    first, second = frame(1, 10_000), frame(2, 15_000)
-    data = encrypted(opener, first[:-1]) + encrypted(opener, first[-1:] + second)
-    if look(acceptor, deque([data]), 20_000) == first:
-        acceptor.taking()()
-    else:
-        assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
-        return
-    assert acceptor.left
-
-
-def release(layer: TlsLayer) -> None:
-    """As a connection does after an interruption."""
-    if is_owned(layer.lock):
-        layer.lock.release()
-
-
-class Raising:
-    """A TLS object that raises when its work is done, as the ssl module does if a signal handler raised meanwhile."""
-
-    def __init__(self, layer: TlsLayer, after: int) -> None:
-        self.read, self.left = layer._read, after
-        layer._read = self
-
-    def __call__(self, size: int, buffer: memoryview) -> int:
-        count = self.read(size, buffer)
-        self.left -= 1
-        if self.left < 0:
-            raise Interruption
-        return count
-
-
-@pytest.mark.parametrize("after", range(4))
-def test_a_read_that_raises_when_it_is_done_counts(credentials: dict[str, Credentials], after: int) -> None:
-    """The first byte of a record, and all that was left of it."""
-    opener, acceptor = shaken(credentials)
-    expected = frame(1, 10) + frame(2)
-    unread = deque([encrypted(opener, expected[:9]) + encrypted(opener, expected[9:])])
-    raising = Raising(acceptor, after)
-    with pytest.raises(Interruption):
-        look(acceptor, unread, MOST)
-    acceptor._read = raising.read
-    assert look(acceptor, unread, MOST) == expected

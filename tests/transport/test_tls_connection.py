@@ -13,25 +13,11 @@ from functools import partial
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
-from aiorpc.interrupts import SocketTurn
-from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.transport import connection as connection_module
-from aiorpc.transport import reading as reading_module
-from aiorpc.transport import send_queue, writing
-from aiorpc.transport import tls as tls_module
+from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, encode_frame
 from aiorpc.transport.certificates import Credentials
-from aiorpc.transport.reading import READ_HERE
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
 from tests.authority import Authority
 from tests.transport.ends import LONG, SOON, End, encoded, takes_little, unread, until
-
-FILES = (
-    connection_module.__file__,
-    reading_module.__file__,
-    writing.__file__,
-    send_queue.__file__,
-    tls_module.__file__,
-)
 
 
 @pytest.fixture(scope="module")
@@ -184,93 +170,6 @@ async def test_both_ways_at_once_from_many_threads(ends: tuple[End, End]) -> Non
             assert [f.call_id & 0xFFFF for f in frames if f.call_id >> 16 == thread] == list(range(50))
 
 
-def test_no_record_has_a_single_byte() -> None:
-    """However frames are cut: a thread that was interrupted could not tell whether it had read that one."""
-    for size in [1, 2, 17, 18, RECORD, RECORD + 1, PIECE, PIECE + 1, PIECE + 2, 2 * PIECE + 1]:
-        frames, start = [[b"x" * size], [b"y" * 18]], 0
-        while frames:
-            _, length, taken, rest = send_queue._cut_records(frames, start)
-            assert length % RECORD != 1 or size == 1 or length > 1
-            assert length % RECORD != 1 or (length, size) == (1, 1), (size, length)
-            frames, start = frames[taken:], rest
-
-
-@pytest.mark.parametrize("head", [26, RECORD + 1, 3 * PIECE])
-@pytest.mark.parametrize("size", [PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 8 * PIECE, 8 * PIECE + 5_000])
-def test_large_buffers_are_cut_where_few_copies_are_needed(head: int, size: int) -> None:
-    """Of chunks behind each other each byte is in one piece, in order; of those of whole pieces nothing is copied."""
-    chunks: list[list[Buffer]] = [[bytes([n]) * head, memoryview(os.urandom(size))] for n in range(3)]
-    frames, start = chunks, 0
-    pieces: list[bytes] = []
-    copied = 0
-    while frames:
-        parts, length, taken, rest = send_queue._cut_records(frames, start)
-        pieces.append(b"".join(parts))
-        assert len(pieces[-1]) == length <= PIECE + RECORD and length % RECORD != 1
-        copied += len(parts) > 1
-        frames, start = frames[taken:], rest
-    assert b"".join(pieces) == b"".join(bytes(part) for chunk in chunks for part in chunk)
-    if size % PIECE == 0 and head == 26:
-        assert copied == 0 and len(pieces) == len(chunks) * (1 + size // PIECE)
-
-
-class Counting(FrameDecoder):
-    """Counts how often something is put into it, and how much of that goes by way of its own buffer."""
-
-    times = own = 0
-
-    def received(self, count: int) -> list[Frame]:
-        self.times += 1
-        self.own += 0 if self.filling else count
-        return super().received(count)
-
-
-class Taking:
-    """In place of a socket: takes all that is written, and keeps what each system call took."""
-
-    def __init__(self) -> None:
-        self.taken: list[bytes] = []
-
-    def send(self, data: bytes, flags: int) -> int:
-        self.taken.append(bytes(data))
-        return len(data)
-
-    def sendmsg(self, buffers: list[Buffer], ancillary: object, flags: int) -> int:
-        return self.send(b"".join(buffers), flags)
-
-
-def test_large_buffers_take_few_steps_and_no_copies(credentials: Credentials) -> None:
-    """The first piece goes out at once, the rest by few system calls; the reader decrypts it to where it belongs."""
-    decoder, places = Counting(max_body=1 << 16, max_segment=1 << 20), [bytearray(1 << 20) for _ in range(8)]
-    left, right = layer(credentials, True, FrameDecoder(max_body=1 << 16)), layer(credentials, False, decoder)
-    left.start()
-    for _ in range(2):
-        right.feed(left.outgoing.read())
-        left.feed(right.outgoing.read())
-    assert left.open and right.open
-    decoder.times = decoder.own = 0
-    decoder.place = lambda transfer, body, length: memoryview(places[transfer])[:length]
-    queue, sock, content = send_queue.SendQueue(), Taking(), [os.urandom(1 << 20) for _ in range(8)]
-    queue.use_tls(left)
-    heads = 0
-    for number, data in enumerate(content):
-        chunk = encode_frame(CHUNK, number, b"\x90", [data])
-        heads += len(chunk[0])
-        queue.append(chunk)
-    while queue:
-        queue.write(sock, SocketTurn(lambda: None, queue.frames, 0))  # type: ignore[arg-type]  # in place of a socket
-    assert len(sock.taken[0]) < 2 * PIECE
-    assert len(sock.taken) <= 20, "it was 64 with a system call for each piece"
-    frames: list[Frame] = []
-    for data in sock.taken:
-        for at in range(0, len(data), READ_SIZE):
-            frames += right.feed(data[at : at + READ_SIZE])
-    assert [frame.call_id for frame in frames] == [*range(len(content))]
-    assert places == content
-    assert decoder.own == heads, "nothing but heads goes by way of another buffer"
-    assert decoder.times <= 8 * len(content), "several records are read at once"
-
-
 async def test_the_end_is_told(half: tuple[End, Far]) -> None:
     """An end of the socket is one, with or without a word of TLS."""
     end, far = half
@@ -350,33 +249,6 @@ class Waiter:
             await asyncio.to_thread(self.thread.join, LONG)
 
 
-ITEM = encoded(7, kind=Kind.ITEM)
-
-
-async def test_alarm_that_rings_in_a_read_is_no_word_of_tls(
-    shared: tuple[End, Far], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A TimeoutError that a signal handler has raised is its thread's; the loop reads what came, and goes on."""
-    end, far = shared
-
-    def ring(unread: object, most: int, turn: object) -> bytes:
-        raise TimeoutError("the time of the program is up")
-
-    def read() -> None:
-        with pytest.raises(TimeoutError, match="the time of the program"):
-            end.connection.read_here(lambda: False)
-
-    assert end.connection.tls is not None
-    monkeypatch.setattr(end.connection.tls, "look", ring)
-    reader = threading.Thread(target=read)
-    far.send(encoded(7))
-    reader.start()
-    reader.join(LONG)  # blocks the loop: only the thread can have read
-    monkeypatch.undo()
-    assert [frame.call_id for frame in await end.received(1)] == [7]
-    assert end.causes == []
-
-
 async def test_waiter_takes_answers_in_pieces(shared: tuple[End, Far]) -> None:
     """Once all of them are there, however the records are cut; the loop goes on behind them."""
     end, far = shared
@@ -390,39 +262,6 @@ async def test_waiter_takes_answers_in_pieces(shared: tuple[End, Far]) -> None:
     assert [frame.call_id for frame in waiter.taken] == [7, 8]
     far.send(encoded(9))
     assert [frame.call_id for frame in await end.received(1)] == [9]
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (ITEM, [7]),
-        (encoded(8) + ITEM, [8, 7]),
-        (encoded(8) + encoded(9, b"x" * READ_HERE), [8, 9]),
-        (encoded(7, b"x" * 3 * READ_HERE), [7]),
-    ],
-    ids=["no answer", "something before it", "a long one behind it", "too long"],
-)
-async def test_waiter_leaves_all_else_to_the_loop(shared: tuple[End, Far], data: bytes, expected: list[int]) -> None:
-    """The loop gets all of it, in order."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far.sock, far.encrypted(data)))
-    await waiter.ended()
-    await sending
-    await end.received(len(expected))
-    assert [frame.call_id for frame in end.frames] == expected
-    assert waiter.taken == []
-
-
-async def test_the_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End, Far]) -> None:
-    """Behind what was said before."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    far.send(ITEM)
-    far.sock.shutdown(socket.SHUT_WR)
-    await waiter.ended()
-    assert isinstance(await end.closed(), ConnectionResetError)
-    assert [frame.call_id for frame in end.frames] == [7]
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
