@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 import signal
 import threading
@@ -22,7 +21,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, Block
@@ -285,27 +283,10 @@ def with_data(view: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def saved(view: torch.Tensor) -> io.BytesIO:
-    """As `torch.save` writes it."""
-    file = io.BytesIO()
-    torch.save(view, file)
-    file.seek(0)
-    return file
-
-
 def filled(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor all of whose bytes are the value."""
     size = numpy.prod(shape) * dtype.itemsize
     return torch.full((int(size),), value, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def sharing(base: torch.Tensor) -> list[torch.Tensor]:
-    """Views of one storage, which share one at the receiver, too."""
-    return [base, base[3:7], base.t(), base.detach().view(-1)[::2]]
-
-
-ACTIONS = ("receive", "derive", "derive", "derive", "drop", "drop_elsewhere", "rebind", "duplicate", "collect")
-STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 100_000)), min_size=10, max_size=60)
 
 
 KINDS = [
@@ -355,12 +336,6 @@ def test_backward_lets_go_although_the_graph_lives() -> None:
         holder.let_go()
         assert len(wire.settle()) == 1 and (shown(holder.gradient) == 3).all()
         wire.check_empty()
-
-
-# ---- recycling
-
-SIZES = (5 * KIB, 40 * KIB, 300 * KIB, 1500 * KIB)  # a slab's slots, and pages of their own
-COUNT = 4000
 
 
 # ---- forks, and the end of the interpreter
