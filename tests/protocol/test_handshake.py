@@ -127,15 +127,6 @@ def test_what_was_received_is_under_the_proof(kind: Kind, byte: int) -> None:
             receiver = opener if receiver is acceptor else acceptor
 
 
-@pytest.mark.parametrize(("near", "far"), [(True, True), (True, False), (False, True)])
-def test_a_session_takes_two(near: bool, far: bool) -> None:
-    """Either side may do without."""
-    opener = Handshake(OPENER, SECRET, expect=ACCEPTOR, lasting=near)
-    acceptor = Handshake(ACCEPTOR, SECRET, lasting=far)
-    shake(opener, acceptor)
-    assert opener.lasting is acceptor.lasting is (near and far)
-
-
 def test_each_side_says_how_much_it_takes() -> None:
     """And the other one knows that afterwards; whoever changes the number on its way is found out."""
     for changed in (None, Kind.PROOF, Kind.WELCOME):
@@ -361,15 +352,6 @@ def test_unwanted_opener_is_refused_with_the_reason() -> None:
         opener.feed(refused)
 
 
-def test_refusal_is_short_whatever_the_reason() -> None:
-    """A refusal never exceeds what a stranger's decoder takes, and its text is cut for the log."""
-    (refused,) = read(handshake.refusal("é" * 100_000))
-    assert len(refused.body) <= 500
-    with pytest.raises(PeerRefused) as caught:
-        opening().feed(Frame(Kind.REFUSED, 0, b"\xff" * 10_000))
-    assert len(str(caught.value)) < 400
-
-
 def test_a_refusal_is_one_line_whatever_its_text() -> None:
     """Whoever is on the way may have written it: no lines of his own, nor what controls a terminal."""
     with pytest.raises(PeerRefused) as caught:
@@ -420,13 +402,6 @@ def test_frames_out_of_turn_fail_it(state: str, kind: Kind) -> None:
         side.feed(Frame(kind, 0, b""))
     # What is settled stays so: a frame that comes later is an error of whoever sent it.
     assert side.state is (HandshakeState.READY if state.startswith("ready") else HandshakeState.FAILED)
-
-
-@pytest.mark.parametrize("state", [name for name in sides() if name != "new opener"])
-def test_start_is_for_a_new_opener_only(state: str) -> None:
-    """Starting twice, or as the acceptor, is a mistake of the caller and says so."""
-    with pytest.raises(RpcUsageError, match="cannot be started"):
-        sides()[state].start()
 
 
 RECORD = ACCEPTOR.to_wire()
@@ -531,11 +506,6 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
                 with contextlib.suppress(RpcError):
                     side.feed(Frame(kind, 0, body))
     assert not path.exists()
-
-
-def test_nonces_differ() -> None:
-    """Two handshakes of the same worker never begin with the same bytes."""
-    assert opening().start() != opening().start()
 
 
 def test_hello_of_a_long_record_fits_the_strict_limit() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aiorpc.errors import RpcUsageError, SerializationError
-from aiorpc.protocol.registered import Registered, name_of, register_safe, registered
+from aiorpc.protocol.registered import Registered
 
 
 class Plain:
@@ -53,13 +53,6 @@ def test_what_is_registered_is_found_under_its_one_name(registry: Registered) ->
     assert registry.find(f"{__name__}:shout") is shout
 
 
-def test_registering_again_changes_nothing(registry: Registered) -> None:
-    """Two modules may register what both need."""
-    registry.add(Plain)
-    registry.add(Plain)
-    assert registry.find(f"{__name__}:Plain") is Plain
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -86,13 +79,6 @@ def test_no_other_name_is_found(registry: Registered, name: object) -> None:
     with pytest.raises(SerializationError, match="not registered"):
         registry.find("antigravity:fly")
     assert set(sys.modules) == before
-
-
-def test_a_function_is_no_class(registry: Registered) -> None:
-    """An object cannot be made of it."""
-    registry.add(shout)
-    with pytest.raises(SerializationError, match="registered as a function"):
-        registry.find_class(f"{__name__}:shout")
 
 
 @pytest.mark.parametrize(
@@ -138,16 +124,3 @@ def test_a_module_that_is_loaded_again_registers_its_new_class(registry: Registe
     other.Thing = new = define(other)
     registry.add(new)
     assert registry.find(f"{other.__name__}:Thing") is new
-
-
-def test_the_main_module_has_one_name() -> None:
-    """A spawned child calls it differently."""
-    thing = type("Thing", (), {"__module__": "__mp_main__", "__qualname__": "Thing"})
-    assert name_of(thing) == "__main__:Thing"
-
-
-def test_register_safe_is_a_decorator_and_takes_several() -> None:
-    """It returns the first."""
-    assert register_safe(Plain, shout) is Plain
-    assert registered.name(Plain) == f"{__name__}:Plain"
-    assert registered.name(shout) == f"{__name__}:shout"

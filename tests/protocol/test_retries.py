@@ -71,21 +71,6 @@ def test_random_walks(
         assert 1 <= tries.made <= retries + 1
 
 
-def test_very_many_tries_do_not_overflow() -> None:
-    """The bound stays the longest pause."""
-    tries = Tries(MOST, Backoff(1.0, 3.0), None, Random(1))
-    while (pause := tries.failed(0.0)) is not None:
-        assert pause <= 3.0 and tries.again()
-    assert tries.made == MOST + 1
-
-
-@pytest.mark.parametrize("retries", [-1, 1.0, "3", None, True, MOST + 1])
-def test_no_number_of_retries(retries: Any) -> None:
-    """RpcUsageError names the option."""
-    with pytest.raises(RpcUsageError, match="retries must be"):
-        check_retries(retries)
-
-
 @pytest.mark.parametrize(
     "backoff",
     [
