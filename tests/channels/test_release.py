@@ -26,7 +26,7 @@ from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
-from tests.channels.growing import GrowingArena
+from tests.channels.ends import GrowingArena
 from tests.processes.zygote import Zygote, zygote
 from tests.tensors import describe_on_host
 

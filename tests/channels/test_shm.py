@@ -26,13 +26,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels.arena import ALIGN, Arena, Block
+from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
+from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
-from aiorpc.channels.shm import Borrower, Lender
+from aiorpc.channels.shm import Borrower, Copies, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.messages import Release, read_release, write
-from tests.channels.growing import GrowingArena
+from tests.channels.ends import GrowingArena
 from tests.shared_files import named_shared_files
 from tests.tiers import examples
 
@@ -690,3 +691,219 @@ def test_a_peer_cannot_cut_the_memory() -> None:
         with forked(cut) as child:
             assert child.receive() == [errno.EPERM] * 3
             assert child.wait() == 0
+
+
+# --- a buffer that several peers get ----------------------------------------------------------------------------------
+
+
+SIZE = 2 << 20
+
+
+class CopiesPair:
+    """A lender and a borrower of this process, as of two ends of a link."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.lender = Lender(arena, share=0.9, soft=0.9, most=0.9)
+        self.borrower = Borrower(lambda: None)
+        segment = arena.segments[0]
+        self.borrower.map(0, f"/proc/self/fd/{segment.fd}", segment.size, segment.nonce)
+
+    def take(self, data: memoryview, copies: Copies) -> Bytes:
+        """What the borrower has of the data."""
+        lent = self.lender.lend(data, copies=copies)
+        assert lent is not None, self.lender.refused
+        return self.borrower.adopt(list(lent[0]), private=True)
+
+    def give_back(self) -> None:
+        """What the borrower has let go of is the lender's again."""
+        self.lender.released(self.borrower.drain())
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 << 20, poison=True)
+    made.grow(8 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pairs(arena: Arena) -> Iterator[list[CopiesPair]]:
+    made = [CopiesPair(arena) for _ in range(3)]
+    yield made
+    for pair in made:
+        pair.borrower.close()
+
+
+def test_all_get_one_block(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """It is counted once, and free when the last of them has released it, in whatever order."""
+    data = numpy.arange(SIZE, dtype=numpy.uint8)
+    view = data.data
+    copies = Copies(arena)
+    taken = {pair: pair.take(view, copies) for pair in pairs}
+    assert arena.blocks == 1
+    assert SIZE <= arena.used < SIZE + 4096 * 2
+    copies.close()
+    for pair in (pairs[1], pairs[0], pairs[2]):
+        assert arena.blocks == 1
+        assert numpy.array_equal(taken[pair], data)
+        del taken[pair]
+        pair.give_back()
+        assert pair.lender.leases == 0
+    assert (arena.blocks, arena.used) == (0, 0)
+
+
+def test_what_one_writes_the_others_do_not_see(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """Also not who gets the block later."""
+    data = numpy.zeros(SIZE, numpy.uint8).data
+    copies = Copies(arena)
+    first = pairs[0].take(data, copies)
+    second = pairs[1].take(data, copies)
+    first[:] = 1
+    second[SIZE // 2 :] = 2
+    third = pairs[2].take(data, copies)
+    assert (first.sum(), second[: SIZE // 2].sum(), third.sum()) == (SIZE, 0, 0)
+    copies.close()
+
+
+def test_a_peer_that_is_lost_gives_back_its_share(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """And no more than that: the others still have theirs."""
+    copies = Copies(arena)
+    data = numpy.ones(SIZE, numpy.uint8).data
+    taken = [pair.take(data, copies) for pair in pairs]
+    copies.close()
+    pairs[0].lender.reclaim()
+    pairs[0].lender.reclaim()
+    assert arena.blocks == 1
+    assert taken[1].all()
+    pairs[1].lender.reclaim()
+    del taken[2]
+    pairs[2].give_back()
+    assert arena.blocks == 0
+
+
+# --- memory that is kept in the arena until somebody asks for it ------------------------------------------------------
+
+
+KEEPING_LIMIT = 64 * MIB
+KEEPING_SIZE = 300_000
+
+
+class Kept:
+    """A keeper with warm memory, a lender of the same arena, and what the keeper has said."""
+
+    def __init__(self, warm: int = 32 * MIB, **options: Any) -> None:
+        self.arena = Arena(KEEPING_LIMIT, segment_size=KEEPING_LIMIT, poison=True)
+        if warm:
+            self.arena.grow(warm)
+        self.cold: list[int] = []
+        self.told: list[int] = []
+        self.keeper = Keeper(self.arena, lambda: self.told.append(1), self.cold.append, **options)
+        self.lender = Lender(self.arena)
+        self.borrower = Borrower(lambda: None)
+        for segment in self.arena.segments:
+            self.borrower.map(segment.index, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.size, segment.nonce)
+
+    def keep(self, size: int = KEEPING_SIZE) -> Bytes:
+        """Memory with some bytes in it."""
+        array = self.keeper.keep(size)
+        assert array is not None
+        array[:] = numpy.arange(size, dtype=numpy.uint8)
+        return array
+
+    def lend(self, array: Bytes) -> Block:
+        """As a message would."""
+        lent = self.lender.lend(array.data, kept=self.keeper.find(array.data))
+        assert lent is not None, self.lender.refused
+        return lent[0]
+
+    def give_back(self) -> None:
+        """What the borrower has no more."""
+        self.lender.released(self.borrower.drain())
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.keeper.close()
+    made.borrower.close()
+    made.arena.close()
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_it_is_free_when_neither_end_has_it(kept: Kept, first: str) -> None:
+    """Whoever lets go of it first: the bytes stay as long as the other one has them."""
+    array = kept.keep()
+    expected = bytes(array)
+    there = kept.borrower.adopt(list(kept.lend(array)))
+    if first == "here":
+        del array
+        assert kept.keeper.collect()
+        assert bytes(there) == expected
+        del there
+        kept.give_back()
+    else:
+        del there
+        kept.give_back()
+        assert bytes(array) == expected
+        del array
+        assert kept.keeper.collect()
+    assert (kept.arena.used, kept.arena.blocks, kept.keeper.keeps, kept.lender.leases) == (0, 0, {}, 0)
+
+
+def test_any_view_keeps_it(kept: Kept) -> None:
+    """Also one that numpy makes of another."""
+    array = kept.keep()
+    view = array[10:20].reshape(2, 5)
+    expected = bytes(view)
+    del array
+    assert not kept.keeper.collect()
+    assert bytes(view) == expected != bytes([POISON] * 10)
+    del view
+    assert kept.keeper.collect()
+    assert not kept.keeper.collect()
+    assert kept.arena.used == 0
+
+
+def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
+    """A block is lent to one peer once at a time, as each is given back once; another peer gets it meanwhile."""
+    array = kept.keep()
+    first, second = kept.lend(array), kept.lend(array)
+    assert first.offset != second.offset
+    other = Lender(kept.arena).lend(array.data, kept=kept.keeper.find(array.data))
+    assert other is not None and other[0] == first
+    for block in (first, second):
+        assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
+    kept.give_back()
+    assert kept.lender.leases == 0
+    assert kept.lend(array) == first
+
+
+def test_nothing_is_kept_beyond_its_share() -> None:
+    """Of the limit, and of what is in use by anybody; what has died makes room at once."""
+    kept = Kept(share=0.1, soft=0.2)
+    try:
+        arrays = [kept.keep(MIB) for _ in range(6)]
+        assert kept.keeper.keep(MIB) is None
+        arrays.pop()
+        assert kept.keep(MIB) is not None
+        arrays.clear()
+        blocks = [kept.arena.allocate(MIB) for _ in range(12)]
+        assert None not in blocks
+        assert kept.keeper.keep(MIB) is None
+        assert kept.cold == []
+    finally:
+        kept.arena.close()
+
+
+def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:
+    """Its memory is mapped as long as somebody has it, and nothing is given back to an arena that is closed."""
+    array = kept.keep()
+    expected = bytes(array)
+    kept.arena.close()
+    assert bytes(array) == expected
+    del array
+    assert kept.keeper.collect()
+    kept.keeper.close()
+    assert not kept.keeper.collect()
