@@ -236,19 +236,6 @@ def test_small_tensors_may_change_at_once() -> None:
     assert [taken[0][0], taken[1][0]] == [0, 1]
 
 
-def test_lent_memory_lives_as_long_as_the_segment() -> None:
-    """A large tensor that the sender drops stays readable until its frame was written, and no longer."""
-    tensor = torch.full((DIRECT_SIZE,), 3.0)
-    gone = weakref.ref(tensor.untyped_storage())
-    table, segments = describe([tensor])
-    del tensor
-    gc.collect()
-    assert torch.equal(rebuild(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
-    segments.clear()
-    gc.collect()
-    assert gone() is None
-
-
 @pytest.mark.parametrize("views", [False, True])
 def test_tensor_that_is_given_other_memory_after_put(views: bool) -> None:
     """``tensor.data = ...`` before the frame is written changes nothing: the memory that is sent stays alive."""
@@ -478,21 +465,6 @@ def test_table_keeps_the_order_of_host_and_devices(fake: FakeCuda, devices: dict
     assert {index for index, _ in landing.carriers} == {
         device_index(names.get(str(tensor.device), "cpu")) for tensor in tensors
     } - {-1}
-
-
-def test_buffer_of_a_device_keeps_the_memory(fake: FakeCuda) -> None:
-    """What is dropped before it was sent is sent all the same."""
-    before = fake.in_use(0)
-    _, buffers = describe_routed([on_device(fake, torch.full((1000,), 3.0))], route(fake, {0: 1}))
-    gc.collect()
-    fake.machine.drain(10)
-    (buffer,) = buffers
-    assert isinstance(buffer, DeviceBuffer)
-    assert torch.equal(buffer.carrier.view(torch.float32), torch.full((1000,), 3.0))
-    del buffer
-    buffers.clear()
-    fake.machine.drain(10)
-    assert fake.in_use(0) == before
 
 
 # --- tables that lie --------------------------------------------------------------------------------------------------

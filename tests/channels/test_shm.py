@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
+from aiorpc.channels.arena import ALIGN, Arena, Block
 from aiorpc.channels.keeping import Keeper
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
 from aiorpc.channels.shm import Borrower, Copies, Lender
@@ -523,22 +523,6 @@ def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> 
         os.close(fd)
 
 
-def test_a_closed_borrower_leaves_adopted_memory_alone() -> None:
-    """Views stay readable, nothing is released or adopted any more, and the mapping goes with the last view."""
-    with paired() as pair:
-        wire = pair.lend(b"x" * 1000)
-        view = torch.from_numpy(pair.borrower.adopt(wire))
-        pair.borrower.close()
-        pair.arena.close()
-        assert bytes(view.numpy()) == b"x" * 1000
-        with pytest.raises(ProtocolError, match="not mapped"):
-            pair.borrower.adopt(wire)
-        mapped = sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        del view
-        assert sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines()) == mapped - 1
-        assert pair.borrower.drain() == [] and pair.borrower.held == 0 and not pair.borrower.borrowed
-
-
 # ---- processes
 
 
@@ -852,20 +836,6 @@ def test_it_is_free_when_neither_end_has_it(kept: Kept, first: str) -> None:
     assert (kept.arena.used, kept.arena.blocks, kept.keeper.keeps, kept.lender.leases) == (0, 0, {}, 0)
 
 
-def test_any_view_keeps_it(kept: Kept) -> None:
-    """Also one that numpy makes of another."""
-    array = kept.keep()
-    view = array[10:20].reshape(2, 5)
-    expected = bytes(view)
-    del array
-    assert not kept.keeper.collect()
-    assert bytes(view) == expected != bytes([POISON] * 10)
-    del view
-    assert kept.keeper.collect()
-    assert not kept.keeper.collect()
-    assert kept.arena.used == 0
-
-
 def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
     """A block is lent to one peer once at a time, as each is given back once; another peer gets it meanwhile."""
     array = kept.keep()
@@ -878,23 +848,6 @@ def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
     kept.give_back()
     assert kept.lender.leases == 0
     assert kept.lend(array) == first
-
-
-def test_nothing_is_kept_beyond_its_share() -> None:
-    """Of the limit, and of what is in use by anybody; what has died makes room at once."""
-    kept = Kept(share=0.1, soft=0.2)
-    try:
-        arrays = [kept.keep(MIB) for _ in range(6)]
-        assert kept.keeper.keep(MIB) is None
-        arrays.pop()
-        assert kept.keep(MIB) is not None
-        arrays.clear()
-        blocks = [kept.arena.allocate(MIB) for _ in range(12)]
-        assert None not in blocks
-        assert kept.keeper.keep(MIB) is None
-        assert kept.cold == []
-    finally:
-        kept.arena.close()
 
 
 def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:

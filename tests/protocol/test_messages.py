@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import msgpack
 import msgspec
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -57,12 +56,10 @@ from aiorpc.protocol.messages import (
     TensorEntry,
     Values,
     read,
-    read_values,
     with_function,
     without_function,
     write,
     write_chunk,
-    write_plain,
 )
 from aiorpc.protocol.packing import pack, unpack
 from aiorpc.protocol.reference_messages import (
@@ -486,13 +483,6 @@ def test_what_is_no_call(place: int, wrong: Any) -> None:
         read(Kind.CALL, pack(fields))
 
 
-@pytest.mark.parametrize("fields", [{"credit": 1}, {"creates": ReferenceId(0, 1, 2)}])
-def test_a_call_that_runs_once_is_no_stream_and_creates_nothing(fields: dict[str, Any]) -> None:
-    """There is no answer to keep."""
-    with pytest.raises(ProtocolError, match="once"):
-        read(Kind.CALL, write(replace(PLAIN_CALL, once=(1, 0), **fields)))
-
-
 @pytest.mark.parametrize(
     "payload",
     [
@@ -521,70 +511,6 @@ def test_wires_that_name_no_channel(wires: list[Any]) -> None:
     """Each begins with the number of a channel."""
     with pytest.raises(ProtocolError):
         read(Kind.PARCEL, pack([1, wires, b""]))
-
-
-class Ints(list[int]): ...
-
-
-def whole_frame(values: list[Any]) -> list[Any] | None:
-    """The values again, if they go in a whole frame."""
-    frame = write_plain(Kind.REPLY, 7, Reply(Values(values)), 1 << 20)
-    if frame is None:
-        return None
-    (received,) = FrameDecoder(max_body=1 << 20).feed(b"".join(map(bytes, frame)))
-    return list(read_values(received.body).values)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [],
-        [None, True, 1, 2.5, "é", b"x"],
-        [[]],
-        [{}],
-        [[None, False, -1, 2.5, 1 << 63] * 12],
-        [1, {"reward": 1.0, "é": None, "": True}, "x"],
-    ],
-    ids=repr,
-)
-def test_values_that_go_in_a_whole_frame(values: list[Any]) -> None:
-    """Plain ones, and a short list or dict of numbers among them."""
-    found = whole_frame(values)
-    assert found == values and found is not None
-    assert [*map(type, found)] == [*map(type, values)]
-    for one, other in zip(found, values, strict=True):
-        if type(one) is dict:
-            one, other = list(one.items()), list(other.items())  # in their order
-        if type(one) is list:
-            assert [*map(repr, one)] == [*map(repr, other)]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [()],
-        [(1, 2)],
-        [{1, 2}],
-        [[1], [1]],  # they may be the same one
-        [[1], {}],
-        [["x"]],  # which may be long, and named often
-        [[b"x"]],
-        [[[1]]],
-        [[1.0] * 65],
-        [Ints([1])],
-        [{1: 2}],
-        [{"x": "y"}],
-        [{"x": 1, "y": []}],
-        [{"\ud800": 1}],
-        [[1 << 64]],
-        [1, 2j],
-        [torch.zeros(2)],
-    ],
-    ids=repr,
-)
-def test_values_that_do_not_go_in_a_whole_frame(values: list[Any]) -> None:
-    """What msgpack would bring back as something else, or could take more room than a pickle."""
-    assert whole_frame(values) is None
 
 
 @pytest.mark.parametrize("body", [b"", pack([]), pack([None]), pack([1]), pack([True, True]), b"\xc3"])
@@ -793,12 +719,6 @@ def test_what_is_no_parent_is_no_context(parent: str) -> None:
     assert TraceContext.from_headers({"traceparent": parent}) is None
 
 
-@pytest.mark.parametrize("more", ["", "-", "-what comes then"])
-def test_a_later_version_goes_on_as_this_one(more: str) -> None:
-    """With the fields that this version has."""
-    assert valid(TraceContext(f"cc-{TRACE}-{SPAN}-01{more}")) == (PARENT, "")
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -820,13 +740,6 @@ def test_a_later_version_goes_on_as_this_one(more: str) -> None:
 def test_what_is_no_state_is_left_out(state: str) -> None:
     """The parent goes on."""
     assert valid(TraceContext(PARENT, state)) == (PARENT, "")
-
-
-def test_headers_come_back() -> None:
-    """As a propagator has them."""
-    for context in (TraceContext(PARENT), TraceContext(PARENT, "a=1")):
-        assert TraceContext.from_headers(context.headers()) == context
-    assert TraceContext.from_headers({}) is None
 
 
 @given(st.text(max_size=60), st.text(max_size=40))

@@ -519,22 +519,6 @@ def test_g5_an_add_after_the_value_was_freed_is_refused_once_the_creator_was_ask
     assert child.state == "broken"
 
 
-def test_g5_a_late_answer_of_the_creator_does_not_touch_a_value_that_exists(world: World) -> None:
-    """G5: ASK is answered after CREATE came, B was counted and the creator had dropped its fork."""
-    parent = world.create(A, OWNER)
-    child = world.encode(parent, B)
-    world.drop(parent)
-    world.deliver(A, B)
-    world.deliver(B, OWNER)  # ASK waits in OWNER -> A
-    ask = world.queues[OWNER, A].popleft()
-    world.drain()
-    assert world.tables[A].counts() == EMPTY
-    world.queues[OWNER, A] = deque([ask])
-    world.drain()
-    assert child.state == "confirmed"
-    assert world.freed == set()
-
-
 def test_g6_a_parent_lost_before_the_childs_add_breaks_the_child(world: World) -> None:
     """G6: creator and only holder A dies after passing to B; B is told, and does not wait."""
     parent = made(world)
@@ -562,19 +546,6 @@ def test_g6_a_lost_owner_breaks_every_fork_and_releases_every_parent(world: Worl
     assert world.tables[A].counts().pins == 0
 
 
-def test_g6_a_creator_lost_before_create_breaks_those_who_wait(world: World) -> None:
-    """G6: the CREATE died with its sender; the early ADD is refused, and so is a later one."""
-    parent = world.create(A, OWNER, send=False)
-    early, late = world.encode(parent, B), world.encode(parent, C)
-    world.deliver(A, B)
-    world.deliver(B, OWNER)
-    world.kill(A)
-    world.deliver(A, OWNER)
-    assert world.tables[OWNER].counts() == EMPTY
-    world.drain()
-    assert (early.state, late.state) == ("broken", "broken")
-
-
 def test_g7_an_unsent_creation_breaks_every_user_and_leaves_nothing(world: World) -> None:
     """G7: the call never left; B waits at the owner, C has not asked yet, and both are refused."""
     parent = world.create(A, OWNER, send=False)
@@ -594,18 +565,6 @@ def test_g7_an_unsent_creation_breaks_every_user_and_leaves_nothing(world: World
     assert world.tables[OWNER].counts() == EMPTY
 
 
-def test_g7_a_construction_error_breaks_the_creator_and_stays_for_the_others(world: World) -> None:
-    """G7: the error is the value: a third worker is counted, and can fetch it."""
-    parent = world.create(A, OWNER, ok=False)
-    child = world.encode(parent, B)
-    world.drain()
-    assert (parent.state, child.state) == ("broken", "confirmed")
-    assert world.tables[OWNER].holds(parent.rref)
-    world.drop(parent)
-    world.drain()
-    assert world.freed == set()
-
-
 def test_g7_a_creation_given_up_before_create_arrived_is_freed_on_arrival() -> None:
     """G7: ABANDON and DEL overtake the CREATE, whose tensors took another connection; the tombstone waits for it."""
     world = World(4, bulk=True)
@@ -620,21 +579,6 @@ def test_g7_a_creation_given_up_before_create_arrived_is_freed_on_arrival() -> N
     assert world.freed == {fork.rref}
     assert world.tables[OWNER].counts() == EMPTY
     world.finish()
-
-
-def test_g7_the_reason_of_a_failed_creation_reaches_third_workers() -> None:
-    """G7: what the creator knows of the failure is what the others are told."""
-    owner, creator, third = ReferenceTable(OWNER), ReferenceTable(A), ReferenceTable(B)
-    rref, fork = creator.create(OWNER)
-    passed, _ = creator.encode(rref, fork, B)
-    child, added = passed.fork, third.decode(passed, A)
-    assert isinstance(added[0], Send)
-    (abandon, _broken) = creator.creation_failed(rref, fork, "ValueError: 4")
-    assert isinstance(abandon, Send)
-    owner.on_message(A, abandon.message)
-    (gone,) = owner.on_message(B, added[0].message)
-    assert isinstance(gone, Send)
-    assert third.on_message(OWNER, gone.message)[0] == Broken(rref, child, "ValueError: 4")
 
 
 def test_g8_the_forks_of_a_lost_worker_are_dropped(world: World) -> None:
@@ -722,18 +666,6 @@ def test_g13_a_worker_may_create_on_itself_and_pass_to_itself(world: World) -> N
     assert world.freed == set()
     world.drop(second)
     assert world.freed == {first.rref}
-
-
-def test_g13_a_local_creation_that_never_began_breaks_everybody(world: World) -> None:
-    """G13: the local call was not even queued: own handle, granted fork and waiting fork all hear of it."""
-    first = world.create(A, A, send=False)
-    granted = world.encode(first, B)
-    world.drain()
-    third = world.encode(granted, C)
-    world.drain()
-    world.unsend()
-    world.drain()
-    assert [fork.state for fork in (first, granted, third)] == ["broken"] * 3
 
 
 def test_g14_the_same_handle_passed_twice_gives_two_forks(world: World) -> None:

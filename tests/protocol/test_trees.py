@@ -364,16 +364,6 @@ def test_classes_that_are_called_get_what_they_ask_for(value: Any) -> None:
     assert arrived == value and type(arrived) is type(value)
 
 
-def test_indices_that_were_expanded_arrive() -> None:
-    """They are all sent, as their reader copies no more than there is."""
-    indices = torch.tensor([[1]]).expand(1, 3)
-    sparse = torch.sparse_coo_tensor(indices, torch.ones(3), (3,), check_invariants=True)
-    assert torch.equal(travel(sparse).to_dense(), torch.tensor([0.0, 3.0, 0.0]))
-    lengths = torch.tensor([2]).expand(2)
-    parts = torch.nested.nested_tensor_from_jagged(torch.arange(6.0), torch.tensor([0, 3, 6]), lengths=lengths)
-    assert [part.tolist() for part in travel(parts).unbind()] == [[0.0, 1.0], [3.0, 4.0]]
-
-
 # --- what is refused at once ------------------------------------------------------------------------------------------
 
 CIRCLE: list[Any] = []
@@ -625,27 +615,6 @@ def test_what_no_honest_worker_sends_is_refused(name: str) -> None:
             read(tree, tensors=PARTS)
 
 
-@pytest.mark.parametrize("name", ["sparse indices outside", "nested outside", "jagged outside"])
-def test_the_parts_that_are_refused_would_do_in_another_tensor(name: str) -> None:
-    """The cases above fail for the reason that they name."""
-    good = (
-        torch.tensor([[0, 2]]),
-        torch.ones(2),
-        torch.tensor([[2], [1]]),
-        torch.tensor([[1], [1]]),
-        torch.tensor([0, 3]),
-    )
-    trees: dict[str, list[Any]] = {
-        "sparse indices outside": [
-            *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
-            *(tensor(1), tensor(2)),
-        ],
-        "nested outside": [mark(Mark.NESTED), tensor(0), tensor(3), tensor(4), tensor(5), False],
-        "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(5), None, 1, False],
-    }
-    assert isinstance(read(trees[name], tensors=(ONE, *good))[0], Tensor)
-
-
 def test_values_of_a_sparse_tensor_have_the_strides_of_their_shape() -> None:
     """Kernels of torch take lengths from those, which no memory bounds where a size is 1."""
     values = torch.ones(4).as_strided((1, 4), (1 << 40, 1))
@@ -895,12 +864,3 @@ def test_two_classes_of_one_name_are_refused(registry: Registered, other: Any) -
     with pytest.raises(RpcUsageError, match="registered twice"):
         registry.add(define(other))
     assert registry.find(f"{other.__name__}:Thing") is first
-
-
-def test_a_module_that_is_loaded_again_registers_its_new_class(registry: Registered, other: Any) -> None:
-    """The old one has gone from the module; objects of it do not travel any more."""
-    other.Thing = old = define(other)
-    registry.add(old)
-    other.Thing = new = define(other)
-    registry.add(new)
-    assert registry.find(f"{other.__name__}:Thing") is new

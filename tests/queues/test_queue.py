@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,7 +18,6 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import (
-    PeerLeft,
     PeerLost,
     QueueEmpty,
     QueueFull,
@@ -422,19 +420,6 @@ async def awaited(future: rpc.Future[Any]) -> Any:
     return await future
 
 
-async def test_a_thread_whose_time_is_up_leaves_the_get_to_those_who_still_wait(pair: list[Worker]) -> None:
-    """It is given up when nobody waits for it any more."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    get = mine.get()
-    task = asyncio.ensure_future(awaited(get))
-    await until(lambda: get._waiters == 1)
-    with pytest.raises(RpcTimeout):
-        await asyncio.to_thread(get.wait, 0.01)
-    assert not get.done()
-    await queue.put("here")
-    assert await task == "here"
-
-
 async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> None:
     """Those before and behind it are, once each."""
     queue = make(pair[0], maxsize=1)
@@ -448,22 +433,6 @@ async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> 
     with pytest.raises(rpc.RpcCancelled):
         await puts[2]
     assert await queue.empty()
-
-
-async def test_what_a_thread_gives_up_before_the_loop_has_begun_it_is_not_put(pair: list[Worker]) -> None:
-    """Whether it was to wait for room or not."""
-    queue, mine = make(pair[0]), handle(pair[1])
-
-    def give_up() -> list[bool]:
-        return [put.cancel() for put in (mine.put(1), mine.put_nowait(2))]
-
-    thread = threading.Thread(target=lambda: given_up.extend(give_up()))
-    given_up: list[bool] = []
-    thread.start()
-    thread.join(LONG)  # the loop, which is this thread's, begins nothing meanwhile
-    assert given_up == [True, True]
-    await mine.put(3)
-    assert await queue.get_many(3) == [3]
 
 
 async def test_a_put_that_fails_and_that_nobody_awaits_is_logged(
@@ -556,20 +525,6 @@ async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[
     await queue.join()
 
 
-async def test_an_owner_that_leaves_waits_for_nobody_who_joins() -> None:
-    """As it waits for nobody who puts and gets: in a group without a size it would stay for as long as they wait."""
-    async with cluster(2, dynamic=True) as workers:
-        make(workers[0])
-        mine = handle(workers[1])
-        await mine.put(1)
-        join = mine.join(timeout=0)
-        await served(workers[0], "join_items")
-        async with asyncio.timeout(LONG):
-            assert not (await workers[0].shutdown()).timed_out
-        with pytest.raises(PeerLeft):
-            await join
-
-
 async def test_shutdown_lets_go_of_all_who_wait(trio: list[Worker]) -> None:
     """Producers at once, consumers as soon as nothing is left."""
     queue = make(trio[0], maxsize=1)
@@ -605,23 +560,6 @@ async def test_shutdown_at_once_drops_what_there_is(pair: list[Worker]) -> None:
     await other.shutdown(immediate=True)
     await join
     await until_no_references(pair)
-
-
-async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Worker]) -> None:
-    """It is not there to be got, and nobody who joins waits for it."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    await put_all(queue, ["first", "second", "third"])
-    peer = pair[1]._node.peers.find("worker0")
-    items = await taken(mine._client(), 2)
-    join = mine.join()
-    await served(pair[0], "join_items")
-    await queue.shutdown(immediate=True)
-    tickets = b"".join(each.ticket for each in items)
-    await peer.call(ObjectMethod("q", "return_items"), (tickets, *written(*[each.item for each in items])), None, LONG)
-    await join
-    assert await queue.empty()
-    with pytest.raises(QueueShutDown):
-        await mine.get()
 
 
 ENDED = threading.Semaphore(0)  # for each handler below that has waited
@@ -960,78 +898,6 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
         assert small["x"].sum() == 2 and large.sum() == LARGE
         with pytest.raises(rpc.errors.SerializationError):
             mine.put(HashStore())
-
-
-LOCK = threading.Lock()
-
-
-def main_function() -> int:
-    """Of the main module, as far as pickles see it."""
-    return 42
-
-
-def with_lock() -> bool:
-    """As that; it cannot travel by value."""
-    return LOCK.locked()
-
-
-class Weighted:
-    """As those; its tensor travels with it, where it goes by value."""
-
-    weights = torch.full((2_000,), 2.0)
-
-    def __init__(self) -> None:
-        self.mine = torch.full((LARGE,), 3.0)
-
-
-@pytest.fixture
-async def scripts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
-    """Three workers in a group without a size, of which "other" says that it runs another main module."""
-    module = sys.modules["__main__"]
-    each: Any
-    for each in (main_function, with_lock, Weighted):
-        monkeypatch.setattr(each, "__module__", "__main__")
-        monkeypatch.setattr(module, each.__name__, each, raising=False)
-    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LONG)
-    async with (
-        rpc.init("first", store=store, options=options) as first,
-        rpc.init("twin", store=store, options=options) as twin,
-    ):
-        monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: "file:another")
-        async with rpc.init("other", store=store, options=options) as other:
-            yield [first, twin, other]
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("owner", ["twin", "other"])
-async def test_what_the_main_module_defines_goes_by_name_where_that_is_run_and_else_by_value(
-    owner: str, kept: bool, scripts: list[Worker]
-) -> None:
-    """Whoever gets the item, and whatever the owner of its queue runs."""
-    first, twin, other = scripts
-    make(twin if owner == "twin" else other)
-    item = (main_function, torch.ones(LARGE if kept else 1))
-    for reader in scripts:
-        await handle(first, owner=owner).put(item)
-        function, tensor = await handle(reader, owner=owner).get()
-        assert (function is main_function) == (reader is not other)
-        assert function() == 42 and torch.equal(tensor, item[1])
-
-
-async def test_what_cannot_travel_by_value_is_for_those_with_the_same_main_module(scripts: list[Worker]) -> None:
-    """Another one is told why it cannot read the item; a queue whose owner is such a one does not take it."""
-    first, twin, other = scripts
-    make(twin)
-    make(other, "elsewhere")
-    mine = handle(first, owner="twin")
-    await put_all(mine, [with_lock, with_lock])
-    assert await handle(first, owner="twin").get() is with_lock
-    with pytest.raises(ItemLost, match=r"runs another main module.*by value the item \(a function\).*lock"):
-        await handle(other, owner="twin").get()
-    with pytest.raises(
-        rpc.errors.SerializationError, match=r"an item for queue 'elsewhere' of worker 'other' \(a function\)"
-    ):
-        handle(first, "elsewhere", "other").put(with_lock)
 
 
 async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() -> None:

@@ -12,10 +12,10 @@ import threading
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.frames import DIRECT_SIZE, Buffer, Frame, Kind, encode_frame
+from aiorpc.protocol.frames import DIRECT_SIZE, Frame, Kind, encode_frame
 from aiorpc.transport import sockets
 from aiorpc.transport.silence import Heard, Silence, hear
-from tests.transport.ends import LONG, SOON, End, Watched, read_all, until
+from tests.transport.ends import LONG, End, Watched, read_all, until
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -97,18 +97,6 @@ async def test_abort_drops_what_is_queued(half: tuple[End, socket.socket]) -> No
     assert b"too late" not in await read_all(far)
 
 
-async def test_closing_again_does_nothing(ends: tuple[End, End]) -> None:
-    """on_closed is called once, however often and in whatever way the connection is ended."""
-    left, right = ends
-    left.connection.close()
-    left.connection.close()
-    left.connection.abort(ValueError("later"))
-    assert await left.closed() is None
-    assert isinstance(await right.closed(), ConnectionResetError)
-    right.connection.close()
-    assert len(right.causes) == 1
-
-
 async def test_frames_before_the_end_are_handed_out_first(ends: tuple[End, End]) -> None:
     """A peer that sends and leaves at once is heard to the end."""
     left, right = ends
@@ -128,29 +116,6 @@ async def test_what_was_said_before_the_end_is_heard_by_a_writer(half: tuple[End
     end.send(1, b"call", urgent=urgent)
     assert isinstance(await end.closed(), ConnectionError)
     assert [frame.kind for frame in end.frames] == [Kind.GOODBYE]
-
-
-async def test_frame_appended_during_the_end_spins_nobody(ends: tuple[End, End]) -> None:
-    """A frame that a thread appends just as the connection closes is left alone; no thread turns over it for ever."""
-    left, _ = ends
-    asked, go = threading.Event(), threading.Event()
-
-    class Late(list[Buffer]):
-        """A frame that is about to be appended until `go`."""
-
-        def __len__(self) -> int:
-            asked.set()
-            assert go.wait(LONG)
-            return super().__len__()
-
-    frame = Late(encode_frame(Kind.CALL, 1, b"late"))
-    thread = threading.Thread(target=left.connection.send, args=(frame,), kwargs={"urgent": True}, daemon=True)
-    thread.start()
-    assert await asyncio.to_thread(asked.wait, LONG)
-    left.connection.abort()
-    go.set()
-    await asyncio.to_thread(thread.join, SOON)
-    assert not thread.is_alive()
 
 
 async def test_many_threads_send_while_it_closes(ends: tuple[End, End]) -> None:
@@ -214,15 +179,6 @@ async def test_error_in_the_handler_closes_and_is_logged(
     (record,) = caplog.records
     # Behind the name of the last worker of this process, if tests before this one had one.
     assert record.getMessage().endswith("half: a frame could not be handled")
-
-
-async def test_handler_may_close_the_connection(ends: tuple[End, End]) -> None:
-    """Closing from within on_frames ends it there; frames of later reads are not handed out."""
-    left, right = ends
-    right.connection.on_frames = lambda frames: right.connection.close()
-    left.send(1)
-    assert await right.closed() is None
-    assert isinstance(await left.closed(), ConnectionResetError)
 
 
 async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) -> None:

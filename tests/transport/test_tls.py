@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.interrupts import SocketTurn
-from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import CHUNK, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
@@ -129,29 +129,6 @@ def test_frames_arrive_however_they_are_cut_and_read(
         del data[:count]
     assert found(frames) == [(number, size, [b"s" * size, b"t"]) for number, size in enumerate(sizes)]
     assert acceptor.empty and not acceptor.left
-
-
-def test_chunks_are_decrypted_into_their_place(credentials: dict[str, Credentials]) -> None:
-    """The memory of a large buffer is filled without another copy of it."""
-    opener, acceptor = shaken(credentials)
-    place, content = bytearray(1 << 20), os.urandom(1 << 20)
-    acceptor._decoder.place = lambda transfer, body, length: memoryview(place)
-    data = b"".join(bytes(part) for part in encode_frame(CHUNK, 3, b"\x90", [content]))
-    frames = acceptor.feed(encrypted(opener, data))
-    assert len(frames) == 1 and bytes(place) == content
-
-
-@pytest.mark.parametrize("before", [0, 1_000])
-def test_the_end_of_a_large_buffer_is_read_however_its_records_lie(
-    credentials: dict[str, Credentials], before: int
-) -> None:
-    """Its first record is read in part to see what it is, the next ones to where they belong; nothing comes behind."""
-    for size in range(3 * RECORD, 4 * RECORD, 1_111):
-        opener, acceptor = shaken(credentials, read_size=FIRST_READ_SIZE)
-        data = frame(0, before) + frame(1, 0, b"s" * size)
-        wire = b"".join(encrypted(opener, data[at : at + RECORD]) for at in range(0, len(data), RECORD))
-        frames = [*acceptor.feed(wire[:FIRST_READ_SIZE]), *acceptor.feed(wire[FIRST_READ_SIZE:])]
-        assert found(frames)[-1:] == [(1, 0, [b"s" * size])]
 
 
 SPOILT: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
@@ -268,20 +245,6 @@ def test_what_comes_behind_the_end_is_not_waited_for(credentials: dict[str, Cred
 # --- a thread that reads for itself -----------------------------------------------------------------------------------
 
 
-def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Credentials]) -> None:
-    """A second look sees it again; whoever feeds gets it first; taken, it is gone."""
-    opener, acceptor = shaken(credentials)
-    unread = deque([encrypted(opener, frame(1, 10))])
-    assert look(acceptor, unread, MOST) == frame(1, 10)
-    assert len(unread) == 0
-    unread.append(encrypted(opener, frame(2)))
-    assert look(acceptor, unread, MOST) == frame(1, 10) + frame(2)
-    assert found(acceptor.feed(encrypted(opener, frame(3)))) == [(1, 10, []), (2, 0, []), (3, 0, [])]
-    assert look(acceptor, deque([encrypted(opener, frame(4))]), MOST) == frame(4)
-    acceptor.taking()()
-    assert acceptor.feed() == []
-
-
 # --- connections with tls over real sockets ---------------------------------------------------------------------------
 
 
@@ -396,22 +359,6 @@ async def shared(half: tuple[End, Far]) -> tuple[End, Far]:
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("urgent", [False, True])
-async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> None:
-    """Frames of all sizes arrive once each, in the order of send, in both directions."""
-    left, right = ends
-    sizes = [0, 1, 100, RECORD, 20_000, PIECE - 17, PIECE - 18, PIECE - 19, 300_000, 5, 2_000_000, 0]
-    for sender, receiver in ((left, right), (right, left)):
-        for number, size in enumerate(sizes):
-            sender.send(number, bytes([number]) * size, urgent=urgent)
-        frames = await receiver.received(len(sizes))
-        assert [(frame.call_id, frame.body) for frame in frames] == [
-            (number, bytes([number]) * size) for number, size in enumerate(sizes)
-        ]
-        assert sender.connection.unsent == 0
-    assert left.connection.bytes_sent == right.connection.bytes_received
-
-
 async def test_large_buffers_arrive_in_their_place(ends: tuple[End, End]) -> None:
     """Segments, and chunks in the memory that was meant for them."""
     left, right = ends
@@ -438,15 +385,6 @@ async def test_both_ways_at_once_from_many_threads(ends: tuple[End, End]) -> Non
         frames = await end.received(150)
         for thread in range(3):
             assert [f.call_id & 0xFFFF for f in frames if f.call_id >> 16 == thread] == list(range(50))
-
-
-async def test_the_end_is_told(half: tuple[End, Far]) -> None:
-    """An end of the socket is one, with or without a word of TLS."""
-    end, far = half
-    far.send(encoded(1))
-    far.sock.close()
-    assert isinstance(await end.closed(), ConnectionResetError)
-    assert [frame.call_id for frame in end.frames] == [1]
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aiorpc.channels import Wire
 from aiorpc.channels.accelerator import DeviceBuffer
-from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
+from aiorpc.channels.device import DIRECT, IPC, STAGING
 from aiorpc.channels.device.outbox import Inbox, Outbox, cut
 from aiorpc.errors import ProtocolError, RpcError
 from tests.channels.device.ends import (
@@ -154,18 +154,6 @@ def test_each_way_is_the_one_that_is_taken(kind: type[DeviceEnds], make: Make) -
     assert ends.around[0].chosen[-1:] == (
         [] if ends.way == DIRECT else [(ends.way, "" if ends.way == IPC else "there are reasons")]
     )
-
-
-def test_a_worker_without_devices_receives_for_its_host(make: Make) -> None:
-    """Without an accelerator; what is for a device fails there, as an RpcError."""
-    ends = make(StagingEnds)
-    bare = Devices(None, ends.around[1], way=STAGING, box_size=BOX, limit=64 * MIB)
-    ends.channels = ends.devices = (ends.devices[0], bare)
-    message = post(ends, MIB + 1, 5, target="cpu")
-    other = post(ends, 10)
-    ends.settle()
-    message.check()
-    check_errors(other, "no devices")
 
 
 @pytest.mark.parametrize("target", ["cuda:2", "cuda:77"])
@@ -569,57 +557,6 @@ def test_messages_that_cannot_be_are_protocol_errors(make: Make) -> None:
     message.check()
 
 
-CHUNKS: list[Any] = [
-    [[0, 0, 0, 64 * KIB + 1]],
-    [[0, 0, 0, 0]],
-    [[0, 0, 0, -1]],
-    [[0, 0, -1, 2]],
-    [[0, 0, MIB, 1]],
-    [[0, 0, MIB - 1, 2]],
-    [[0, 0, 0.5, 2]],
-    [[0, 0, 0, 2.5]],
-    [[0, 0, 0, "x"]],
-    [[0, -1, 0, 1]],
-    [[0, 1000, 0, 1]],
-    [[0, "x", 0, 1]],
-    [[0, 1.0, 0, 1]],
-    [[7, 0, 0, 1]],
-    [["x", 0, 0, 1]],
-    [[[], 0, 0, 1]],
-    [[0, 0, 0]],
-    [[0, 0, 0, 1, 2]],
-    [5],
-    [[]],
-    [None],
-]
-
-
-@pytest.mark.parametrize("chunks", CHUNKS, ids=repr)
-def test_chunks_that_cannot_be_are_protocol_errors(make: Make, chunks: Any) -> None:
-    """For a transfer that is under way: outside of it, of no slot, longer than their slot. Nothing is copied."""
-    ends = make(IpcEnds)
-    warm(ends)
-    arrived: list[Any] = []
-    assert ends.receive(1, [[1000, "cuda:1", MIB, []]], [], lambda place, outcome: arrived.append(outcome)) == [None]
-    copies = ends.fakes[1].calls["copy"]
-    with pytest.raises(ProtocolError):
-        ends.devices[1].on_message(["chunks", 1000, chunks])
-    with pytest.raises(ProtocolError):
-        ends.receive(1, [[1001, "cuda:1", MIB, chunks]], [], lambda place, outcome: arrived.append(outcome))
-    assert ends.fakes[1].calls["copy"] == copies and arrived == []
-
-
-@pytest.mark.parametrize(
-    "start, size", [(-1, 5), (MIB, 1), (MIB - 1, 2), (0, MIB + 1), (0.5, 1), ("x", 1), (None, 1), ([], 1), (0, 0)]
-)
-def test_pieces_that_cannot_be_are_protocol_errors(make: Make, start: Any, size: int) -> None:
-    """Outside of their transfer, empty, or nowhere."""
-    ends = make(StagingEnds)
-    ends.receive(1, [[1, "cuda:1", MIB, []]], [], lambda place, outcome: None)
-    with pytest.raises(ProtocolError):
-        ends.devices[1].on_buffer(["piece", 1, start], bytes(size))
-
-
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -869,18 +806,6 @@ def test_a_box_that_cannot_be_opened_leaves_nothing(fake: NeighbourCuda, box: Ou
         inbox.close()
         inbox.close()
         assert other.violations == [] and driver_of(other).mapped == {}
-
-
-@pytest.mark.parametrize("size", [0, -1, 64 * KIB + 1])
-def test_no_more_than_a_slot_holds_is_read(fake: NeighbourCuda, box: Outbox, size: int) -> None:
-    """ValueError, and nothing was enqueued."""
-    with NeighbourCuda(uuids=UUIDS, lag=(0.0, 0.0)) as other, other.in_thread():
-        inbox = Inbox(driver_of(other), 0, box.handle, box.event_handles, box.slots)
-        target = other.empty(MIB, 0)
-        with pytest.raises(ValueError, match="bytes of a slot"):
-            inbox.get(0, target.data_ptr(), size, other.current(0))
-        assert other.calls["copy"] == 0
-        inbox.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
