@@ -7,7 +7,6 @@ import fcntl
 import gc
 import json
 import os
-import pickle
 import random
 import re
 import select
@@ -172,13 +171,6 @@ def map_described(borrower: Borrower, segments: list[list[Any]]) -> None:
 
 
 # ---- what keeps a block alive
-
-
-def pickled(block: Bytes) -> Any:
-    """A numpy array that pickle makes over the block."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(numpy.zeros(block.size, numpy.uint8), protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(data, buffers=[block])
 
 
 def ndarray(block: Bytes) -> torch.Tensor:
