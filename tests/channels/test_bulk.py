@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
-import weakref
 from typing import Any
 
 import pytest
 
-from aiorpc.channels.bulk import CHUNK_SIZE, FEW_TRANSFERS, HASTY_SIZE, TRANSFER_COST, Bulk
+from aiorpc.channels.bulk import FEW_TRANSFERS, TRANSFER_COST, Bulk
 from aiorpc.channels.inline import allocate
 from aiorpc.errors import ProtocolError, RpcCancelled
-from aiorpc.options import BULK_SIZE
 from aiorpc.protocol.frames import HEAD, Buffer, Frame, Kind
 from aiorpc.protocol.states import TRANSFER, TransferEvent, TransferState
 from tests.channels.ends import borrowed, pattern
@@ -98,58 +95,6 @@ def test_transfers_take_turns() -> None:
     assert len(numbers) == 56 and sender.sending == 0
 
 
-def test_chunks_say_where_they_belong() -> None:
-    """In order, without gaps, all of one length but the last; every transfer under its own number, the size in each."""
-    sender = make()
-    wires = send(sender, 2 * CHUNK + 5, CHUNK)
-    assert wires == [[1, 2 * CHUNK + 5], [2, CHUNK]] and sender.sending == 2
-    found = [(piece.number, piece.offset, piece.size, len(piece.data)) for piece in pieces(sender)]
-    size = 2 * CHUNK + 5
-    assert found == [(1, 0, size, CHUNK), (2, 0, CHUNK, CHUNK), (1, CHUNK, size, CHUNK), (1, 2 * CHUNK, size, 5)]
-    assert sender.next_frame() is None
-    assert send(sender, 5) == [[3, 5]]
-
-
-def test_short_buffers_are_not_taken() -> None:
-    """From `least` bytes on; the defaults are the module's."""
-    sender = make(least=10)
-    assert send(sender, 9, 10, 0, 11) == [None, [1, 10], None, [2, 11]]
-    usual = Bulk(limit=GIB, wake=lambda: None)
-    usual.ready = True
-    assert usual.send([bytes(BULK_SIZE - 1), bytes(BULK_SIZE)], []) == [None, [1, BULK_SIZE]]
-    assert BULK_SIZE < CHUNK_SIZE < HASTY_SIZE
-
-
-def test_without_a_connection_only_long_ones_are_taken_and_it_is_asked_for() -> None:
-    """From HASTY_SIZE on; one that is only longer than `least` wakes who can make a connection; shorter ones do not."""
-    wakes: list[int] = []
-    sender = Bulk(limit=GIB, wake=lambda: wakes.append(1))
-    assert sender.send([bytes(BULK_SIZE - 1)], []) == [None] and wakes == []
-    assert sender.send([bytes(BULK_SIZE)], []) == [None] and wakes
-    wakes.clear()
-    assert sender.send([bytes(HASTY_SIZE - 1)], []) == [None] and wakes
-    wakes.clear()
-    assert sender.send([bytes(HASTY_SIZE)], []) == [[1, HASTY_SIZE]] and wakes
-    assert sender.sending == 1 and sender.traffic.sent == 1
-
-
-def test_what_was_written_is_let_go() -> None:
-    """A buffer lives until its last chunk was, and no longer."""
-    chunk = 64 * 1024  # long enough to be written from where it lies
-    sender = make(chunk=chunk)
-    data = borrowed(pattern(1, 2 * chunk))
-    kept = weakref.ref(data.obj)
-    sender.send([data], [])
-    del data
-    first = sender.next_frame()
-    assert kept() is not None
-    last = sender.next_frame()
-    del first
-    assert kept() is not None and sender.sending == 0
-    del last
-    assert kept() is None
-
-
 # --- what is received -------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +158,6 @@ def test_sizes_are_compared_with_the_limit_before_memory_is_taken(size: int) -> 
     assert taken == [] and receiver.receiving == 0
 
 
-def test_the_longest_one_is_taken() -> None:
-    """The limit itself is within it, and memory is taken once for it."""
-    receiver = make()
-    assert len(chunk(receiver, 1, 0, LIMIT, LIMIT)) == LIMIT
-    assert receiver.receive([[1, LIMIT]], [], Sink()) == [None] and receiver.receiving == 1
-
-
 @pytest.mark.parametrize("body", [b"", b"x" * 15, b"x" * 17])
 def test_chunks_that_do_not_say_where_they_belong_are_refused(body: bytes) -> None:
     """Before their bytes are read, or without any."""
@@ -231,22 +169,6 @@ def test_chunks_that_do_not_say_where_they_belong_are_refused(body: bytes) -> No
     with pytest.raises(ProtocolError, match="without bytes"):
         receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(0, 10)))
     assert receiver.receiving == 0
-
-
-def test_several_chunks_may_be_read_before_one_is_handed_on() -> None:
-    """As where they come in sealed pieces: each has its place, and the buffer is whole with the last one."""
-    sender, receiver = make(), make()
-    (wire,) = send(sender, 3 * CHUNK)
-    frames = []
-    for piece in pieces(sender):
-        place = receiver.place(piece.number, piece.body, len(piece.data))
-        place[:] = piece.data
-        frames.append(Frame(Kind.CHUNK, piece.number, piece.body, [place]))
-    assert len(frames) == 3
-    for frame in frames:
-        receiver.on_frame(frame)
-    (got,) = receiver.receive([wire], [], lambda *_: None)
-    assert got is not None and bytes(got) == bytes(pattern(0, 3 * CHUNK))
 
 
 @pytest.mark.parametrize("whole", [0, 1])
@@ -266,16 +188,6 @@ def test_a_chunk_that_came_in_part_comes_again(whole: int) -> None:
     assert arrived == data
 
 
-def test_chunks_that_were_given_no_place_are_refused() -> None:
-    """Given up while its bytes were read from another connection: an error of the protocol, not of this program."""
-    receiver = make()
-    place = chunk(receiver, 1, 0, 20, 10)
-    receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack((1 << 64) - 1, 0)))
-    with pytest.raises(ProtocolError):
-        receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(0, 20), [place]))
-    assert receiver.receiving == 0
-
-
 def test_two_messages_for_one_transfer_are_refused() -> None:
     """And one of another size than its chunks say; the first goes on."""
     sender, receiver, sink = make(), make(), Sink()
@@ -289,30 +201,6 @@ def test_two_messages_for_one_transfer_are_refused() -> None:
     chunk(receiver, 7, 0, 100, 10)
     with pytest.raises(ProtocolError, match="100 bytes, and its message says 101"):
         receiver.receive([[7, 101]], [], sink)
-
-
-@pytest.mark.parametrize("named_at", range(4))
-def test_memory_that_is_not_to_be_had_fails_that_transfer_only(named_at: int) -> None:
-    """Its bytes are read and dropped, its message is told once all have come; the others arrive."""
-
-    def short(size: int) -> memoryview:
-        if size == 3 * CHUNK - 1:
-            raise MemoryError("no room for that one")
-        return allocate(size)
-
-    sender, receiver, sink, well = make(), make(allocate=short), Sink(), Sink()
-    bad, good = send(sender, 3 * CHUNK - 1, 2 * CHUNK)
-    receiver.receive([good], [], well)
-    for number, piece in enumerate([*pieces(sender), None]):
-        if number == named_at + 1:
-            assert receiver.receive([bad], [], sink) == [None]
-        if piece is not None:
-            piece.give(receiver)
-    ((index, error),) = sink.outcomes
-    assert index == 0 and isinstance(error, MemoryError)
-    assert bytes(well.outcomes[0][1]) == pattern(1, 2 * CHUNK)
-    assert receiver.receiving == 0
-    assert (receiver.traffic.received, receiver.traffic.bytes_received) == (1, 2 * CHUNK)  # the one that is here
 
 
 def test_a_transfer_without_memory_needs_none_for_its_chunks() -> None:
@@ -368,23 +256,6 @@ def test_sizes_beyond_32_bits_are_counted_right() -> None:
         chunk(receiver, 2, 0, size + 1, part)
 
 
-def test_long_memory_is_cut_at_places_beyond_32_bits() -> None:
-    """A sender's: 4 GiB and a little of address space, of which one page is ever touched."""
-    size = 4 * GIB + 10
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-    try:
-        sender = make(chunk=GIB, limit=size)
-        assert sender.send([memoryview(memory)], []) == [[1, size]]
-        places = []
-        while (frame := sender.next_frame()) is not None:
-            places.append((PLACE.unpack(bytes(frame[0])[-PLACE.size :])[0] if len(frame) > 1 else None, len(frame[-1])))
-            del frame
-        assert places[:4] == [(number * GIB, GIB) for number in range(4)]
-        assert len(places) == 5 and sender.sending == 0
-    finally:
-        memory.close()
-
-
 # --- given up ---------------------------------------------------------------------------------------------------------
 
 
@@ -419,19 +290,6 @@ def test_transfers_given_up_anywhere_leave_nothing(written: int, named_at: int |
         assert isinstance(outcomes[0], RpcCancelled)
 
 
-def test_a_transfer_of_which_nothing_was_written_is_just_gone() -> None:
-    """When no message names it, no word about it either; its memory is let go at the next turn."""
-    sender = make()
-    data = borrowed(pattern(0, 5 * CHUNK))
-    kept = weakref.ref(data.obj)
-    wires: Any = sender.send([data], [])
-    del data
-    sender.withdraw(wires, named=False)
-    assert pieces(sender) == [] and kept() is None
-    sender.withdraw([], named=True)
-    assert pieces(sender) == []
-
-
 def test_transfers_without_bytes_are_bounded() -> None:
     """Each takes some memory here: of those that their sender gives up, and of those that only a message names."""
     receiver, total = make(total=2 * FEW_TRANSFERS * TRANSFER_COST), 2 * FEW_TRANSFERS
@@ -445,22 +303,6 @@ def test_transfers_without_bytes_are_bounded() -> None:
     receiver.receive([[1, CHUNK]], [], Sink())  # its message has come after all
     receiver.on_frame(Frame(Kind.CHUNK, total + 1, body, ()))
     assert receiver.receiving == total
-
-
-def test_giving_up_twice_is_giving_up_once() -> None:
-    """And giving up what was written whole, and named, is nothing."""
-    sender, receiver, sink = make(), make(), Sink()
-    one, two = send(sender, 4 * CHUNK, CHUNK)
-    receiver.receive([one, two], [], sink)
-    for piece in [next_piece(sender), next_piece(sender)]:
-        assert piece is not None
-        piece.give(receiver)
-    sender.withdraw([one, two], named=True)
-    sender.withdraw([one, two], named=True)
-    for piece in pieces(sender):
-        piece.give(receiver)
-    assert [index for index, _ in sink.outcomes] == [1, 0] and isinstance(sink.outcomes[1][1], RpcCancelled)
-    assert sender.sending == receiver.receiving == 0
 
 
 # --- its states -------------------------------------------------------------------------------------------------------
@@ -532,33 +374,4 @@ def test_each_state_takes_what_its_table_says(state: TransferState, event: Trans
     assert incoming.outcomes == (after is TransferState.HANDED_OVER)
 
 
-def test_there_is_a_way_to_each_state() -> None:
-    """But to those in which a life has ended."""
-    assert set(WAYS) == set(TRANSFER.states) - TRANSFER.final
-
-
 # --- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_closed_it_forgets_all() -> None:
-    """What it borrowed and what it began to receive; nothing is taken or given any more."""
-    channel, sink = make(), Sink()
-    data = borrowed(pattern(0, 5 * CHUNK))
-    kept = weakref.ref(data.obj)
-    channel.send([data], [])
-    del data
-    channel.receive([[3, 500]], [], sink)
-    chunk(channel, 4, 0, 500, 100)
-    assert (channel.sending, channel.receiving) == (1, 2)
-    channel.close()
-    channel.close()
-    assert (channel.sending, channel.receiving) == (0, 0) and kept() is None
-    assert channel.next_frame() is None and send(channel, 5 * CHUNK) == [None]
-    channel.withdraw([[1, 5 * CHUNK]], named=False)
-    assert channel.sending == 0 and sink.outcomes == []
-
-
-def test_messages_are_refused() -> None:
-    """All that it says goes with its chunks."""
-    with pytest.raises(ProtocolError, match="takes none"):
-        make().on_message([1, 2])

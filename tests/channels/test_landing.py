@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ import torch
 
 from aiorpc.channels.accelerator import Stream
 from aiorpc.channels.landing import LandedCoroutine, Landing, StreamPool
+from aiorpc.channels.routes import Route, Staying, going, returning
+from aiorpc.devices import to_device_map
+from aiorpc.errors import SerializationError
 from tests.fakes.cuda import FakeCuda, FakeTensor
 
 LAG = (0, 0.001)
@@ -58,16 +61,6 @@ def test_messages_one_after_the_other_take_one_stream(fake: FakeCuda) -> None:
         fake.machine.drain(10.0)
 
 
-def test_messages_at_once_have_streams_of_their_own(fake: FakeCuda) -> None:
-    """Until the last of them is gone."""
-    pool = StreamPool(fake)
-    landings = [Landing(fake, pool, [0]) for _ in range(3)]
-    streams = [landing.streams[0] for landing in landings]
-    assert len({id(stream) for stream in streams}) == 3
-    del landings[1]
-    assert Landing(fake, pool, [0]).streams[0] is streams[1]
-
-
 def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
     """What was given to it now would come after all of that; when it is done it is taken again."""
     pool = StreamPool(fake)
@@ -81,36 +74,6 @@ def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
     fake.machine.drain(10.0)
     assert Landing(fake, pool, [0]).streams[0] is stream
     del tensor
-
-
-def test_one_that_still_works_is_taken_where_there_are_enough(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is behind does not have memory kept for each of torch's streams."""
-    monkeypatch.setattr("aiorpc.channels.landing.ENOUGH", 2)
-    pool = StreamPool(fake)
-    landings = [Landing(fake, pool, [0]) for _ in range(2)]
-    streams = [each.streams[0] for each in landings]
-    tensors = [land(fake, each, 1.0) for each in landings]
-    landings.clear()
-    for _ in range(3):
-        again = [Landing(fake, pool, [0]) for _ in range(2)]
-        assert {id(each.streams[0]) for each in again} == set(map(id, streams))
-        tensors += [land(fake, each, 2.0) for each in again]
-        again.clear()
-    lent = [Landing(fake, pool, [0]) for _ in range(3)]
-    assert len({id(each.streams[0]) for each in lent}) == 3, "what is lent is its message's own"
-    assert len(tensors) == 8
-
-
-def test_streams_of_the_program_do_not_come_into_the_pool(fake: FakeCuda) -> None:
-    """A handler may have made another one current: that is entered again, and is still the program's own."""
-    pool, mine = StreamPool(fake), fake.fresh(0)
-    landing = Landing(fake, pool, [0])
-    (stream,) = landing.streams.values()
-    with fake.entered([mine]):
-        landing.remember()
-    assert landing.streams[0] is mine
-    del landing
-    assert Landing(fake, pool, [0]).streams[0] is stream
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
@@ -167,64 +130,7 @@ def test_joining_holds_up_no_thread(fake: FakeCuda) -> None:
     assert fake.calls["synchronize"] == 0
 
 
-def test_message_without_tensors_on_devices_has_no_arrival(fake: FakeCuda) -> None:
-    """Nobody has to wait for it."""
-    landing = lands(fake, 0, 1)
-    with landing.entered():
-        assert landing.arrival() is None
-
-
-def test_arrival_waits_for_those_devices_only_that_got_something(fake: FakeCuda) -> None:
-    """One event for each of these devices, however many tensors."""
-    landing = lands(fake, 0, 1)
-    for value in range(3):
-        land(fake, landing, value, 1)
-    marks = fake.calls["mark"]
-    with landing.entered():
-        arrival = landing.arrival()
-    assert arrival is not None
-    assert fake.calls["mark"] == marks + 1
-    waits = fake.calls["wait"]
-    arrival.join()
-    assert fake.calls["wait"] == waits + 1
-
-
 # --- landings ---------------------------------------------------------------------------------------------------------
-
-
-def test_streams_of_a_landing_are_current_within_it(fake: FakeCuda) -> None:
-    """And afterwards what was before, also if it was left by an error."""
-    before = [fake.current(0), fake.current(1)]
-    landing = lands(fake, 0, 1)
-    with suppress(ZeroDivisionError), landing.entered():
-        inside = [fake.current(0), fake.current(1)]
-        raise ZeroDivisionError
-    assert [fake.current(0), fake.current(1)] == before
-    assert not set(inside) & set(before)
-    with landing.entered(), landing.entered():
-        assert [fake.current(0), fake.current(1)] == inside
-
-
-def test_landing_without_streams_leaves_the_current_ones(fake: FakeCuda) -> None:
-    """What comes from the host arrives where the thread works."""
-    stream = fake.fresh(0)
-    with fake.entered([stream]), Landing(fake).entered():
-        assert fake.current(0) is stream
-
-
-def test_remembered_streams_are_entered_from_then_on(fake: FakeCuda) -> None:
-    """Those of its own devices; a landing without streams remembers nothing."""
-    landing, none = lands(fake, 0, 1), Landing(fake)
-    other = fake.fresh(1)
-    with landing.entered():
-        kept = fake.current(0)
-        with fake.entered([other]):
-            landing.remember()
-            none.remember()
-    with landing.entered():
-        assert (fake.current(0), fake.current(1)) == (kept, other)
-    with none.entered():
-        assert fake.current(1) is not other
 
 
 # --- coroutines -------------------------------------------------------------------------------------------------------
@@ -263,25 +169,6 @@ async def test_each_step_runs_on_the_streams_of_its_landing(fake: FakeCuda) -> N
     assert len(meanwhile) >= 5
     assert all(each == outside for each in meanwhile)
     assert streams(fake) == outside
-
-
-async def test_two_coroutines_in_turn_do_not_mix(fake: FakeCuda) -> None:
-    """Each finds its own streams at each step, and each computes right."""
-    results: dict[int, list[Stream]] = {}
-
-    async def handler(number: int) -> None:
-        tensor: torch.Tensor = slowly(fake, number)
-        mine = []
-        for _ in range(10):
-            mine.append(fake.current(0))
-            tensor = tensor + 1
-            await asyncio.sleep(0)
-        assert torch.equal(tensor.cpu(), torch.full((1000,), number + 10.0))
-        assert len(set(mine)) == 1
-        results[number] = mine
-
-    await asyncio.gather(*[serve(handler(number), lands(fake, 0)) for number in range(3)])
-    assert len({mine[0] for mine in results.values()}) == 3
 
 
 async def test_stream_that_a_coroutine_enters_is_found_again(fake: FakeCuda) -> None:
@@ -384,45 +271,6 @@ def driven(coroutine: Any, landing: Landing) -> Generator[Any, Any, None]:
     return LandedCoroutine(coroutine, landing).__await__()
 
 
-def test_closing_runs_the_rest_on_its_streams(fake: FakeCuda) -> None:
-    """A coroutine that is dropped half-way cleans up on the streams that it works on."""
-    outside = streams(fake)
-    landing = lands(fake, 0)
-    with landing.entered():
-        wanted = fake.current(0)
-    seen: list[Stream] = []
-
-    async def handler() -> None:
-        try:
-            await Once()
-        finally:
-            seen.append(fake.current(0))
-
-    steps = driven(handler(), landing)
-    assert next(steps) == "waiting"
-    assert streams(fake) == outside
-    steps.close()
-    assert seen == [wanted]
-    assert streams(fake) == outside
-
-
-def test_values_are_sent_and_yielded_as_they_are(fake: FakeCuda) -> None:
-    """It stands between a coroutine and its driver unseen."""
-    got: list[Any] = []
-
-    async def handler() -> None:
-        got.append(await Once())
-        with suppress(KeyError):
-            await Once()
-        got.append(await Once())
-
-    steps = driven(handler(), lands(fake, 0))
-    assert [next(steps), steps.send("a"), steps.throw(KeyError())] == ["waiting"] * 3
-    with pytest.raises(StopIteration):
-        steps.send("b")
-    assert got == ["a", "b"]
-
-
 class Losable(FakeCuda):
     """Devices that can be lost."""
 
@@ -451,3 +299,138 @@ def test_device_that_fails_between_two_steps_is_an_error_of_the_coroutine() -> N
         with pytest.raises(RuntimeError, match="the device is lost"):
             steps.send(None)
         coroutine.close()
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake_of_routes() -> Iterator[FakeCuda]:
+    """Three devices."""
+    with FakeCuda(devices=3, lag=(0, 0.001)) as fake_of_routes:
+        yield fake_of_routes
+        assert fake_of_routes.violations == []
+
+
+def there(fake_of_routes: FakeCuda | None, **devices: int | str) -> Route:
+    """To the worker "ps" by a map like ``d0=1``: what is on device 0 goes to device 1."""
+    return going(
+        fake_of_routes, to_device_map({name.removeprefix("d"): target for name, target in devices.items()}), "ps"
+    )
+
+
+def test_map_says_where_a_tensor_goes(fake_of_routes: FakeCuda) -> None:
+    """Each device to the one that the map names; a tensor of these goes as it is."""
+    route = there(fake_of_routes, d0=1, d1=0, d2="cpu")
+    for index, target in enumerate(["cuda:1", "cuda:0", "cpu"]):
+        tensor = fake_of_routes.fake_tensor(torch.ones(2), index)
+        assert route.target(tensor) == target
+        assert route.takes(tensor)
+        assert route.leads(tensor.device)
+
+
+def test_tensors_of_the_host_are_none_of_its_business(fake_of_routes: FakeCuda) -> None:
+    """They are not taken, whatever the map says of the host; nor is what lies on another kind of device."""
+    for route in (there(fake_of_routes, d0=0), there(fake_of_routes, cpu=0), there(None, cpu=0)):
+        assert not route.takes(torch.ones(2))
+        assert not route.takes(torch.ones(2, device="meta"))
+    assert not there(fake_of_routes, d0=0).leads(CPU)
+    assert there(fake_of_routes, cpu=0).leads(CPU)
+    assert not there(fake_of_routes, d0=0).leads(torch.device("meta"))
+
+
+@pytest.mark.parametrize("ask", ["takes", "target"])
+def test_unmapped_device_is_refused_with_all_that_one_has_to_know(fake_of_routes: FakeCuda, ask: str) -> None:
+    """The error names type, shape, device and worker, and says what to do."""
+    route = there(fake_of_routes, d0=1)
+    tensor = fake_of_routes.fake_tensor(torch.ones(2, 3, dtype=torch.float64), 1)
+    with pytest.raises(
+        SerializationError,
+        match=(
+            r"^a torch.float64 tensor of shape \(2, 3\) on cuda:1: no device map leads from there to worker 'ps'; "
+            r"set one before init \(options.set_device_map\('ps', \{0: 0\}\), say\), or send tensor.cpu\(\)$"
+        ),
+    ):
+        getattr(route, ask)(tensor)
+    assert not route.leads(tensor.device)
+
+
+def test_what_cannot_come_back_says_whose_map_is_missing(fake_of_routes: FakeCuda) -> None:
+    """Answers go by the caller's map, so the error at the callee tells whose it is."""
+    route = returning(fake_of_routes, to_device_map({0: 1}), "trainer")
+    with pytest.raises(
+        SerializationError,
+        match=(
+            r"^a torch.int64 tensor of shape \(\) on cuda:0: no device map leads from there to worker 'trainer'; "
+            r"answers go by the inverse of the caller's map to this worker, which the caller sets; or return "
+            r"tensor.cpu\(\)$"
+        ),
+    ):
+        route.takes(fake_of_routes.fake_tensor(torch.tensor(3), 0))
+
+
+def test_returning_inverts_the_map(fake_of_routes: FakeCuda) -> None:
+    """What went there by the map comes back to where it was; the host on either side too."""
+    devices = to_device_map({0: 1, 1: 2, 2: "cpu", "cpu": 0})
+    out, back = going(fake_of_routes, devices, "ps"), returning(fake_of_routes, devices, "trainer")
+    for index in range(3):
+        tensor = fake_of_routes.fake_tensor(torch.ones(2), index)
+        arrived = out.target(tensor)
+        if arrived == "cpu":
+            assert back.host_target == str(tensor.device)
+        else:
+            assert back.target(fake_of_routes.fake_tensor(torch.ones(2), int(arrived.removeprefix("cuda:")))) == str(
+                tensor.device
+            )
+    assert out.host_target == "cuda:0"
+    assert back.target(fake_of_routes.fake_tensor(torch.ones(2), 0)) == "cpu"
+
+
+def test_kinds_that_have_to_be_taken_apart_are_asked_for_their_device_too(fake_of_routes: FakeCuda) -> None:
+    """A tensor that the accelerator does not hold is not taken, and is refused just so if its device is not mapped."""
+    with FakeCuda(devices=3, lag=(0, 0)) as other:  # to which none of the tensors of `fake_of_routes` belongs
+        strange = fake_of_routes.fake_tensor(torch.ones(2), 0)
+        assert not there(other, d0=1).takes(strange)
+        with pytest.raises(SerializationError, match="on cuda:0: no device map leads from there"):
+            there(other, d1=1).takes(strange)
+
+
+def test_nested_tensor_is_refused_without_a_shape(fake_of_routes: FakeCuda) -> None:
+    """It has none that could be told."""
+
+    class Nested:
+        dtype, device, is_nested = torch.float32, torch.device("cuda", 2), True
+
+    tensor: Tensor = Nested()  # type: ignore[assignment]  # none can be made without a device
+    with pytest.raises(SerializationError, match=r"^a torch.float32 tensor on cuda:2: no device map"):
+        there(fake_of_routes, d0=1).takes(tensor)
+
+
+def test_programs_for_torch_find_its_words(fake_of_routes: FakeCuda) -> None:
+    """Those that PyTorch's own tests look for; with them who, where and what to do."""
+    words = {
+        going: r"to worker 'w'; TensorPipe RPC backend only supports CPU tensors by default.*`set_device_map` on "
+        r"`TensorPipeRpcBackendOptions`: set one before init",
+        returning: r"to worker 'w'; Response device mapping is not available: answers go by the inverse",
+    }
+    for make, text in words.items():
+        with pytest.raises(SerializationError, match=text):
+            make(fake_of_routes, {}, "w", as_torch=True).takes(fake_of_routes.fake_tensor(torch.ones(2), 0))
+
+
+def test_to_oneself_everything_stays(fake_of_routes: FakeCuda) -> None:
+    """On each device, and whoever keeps count of the devices in use is told."""
+    used: list[int] = []
+    route = Staying(fake_of_routes, "w", used.append)
+    for index in (2, 0):
+        tensor = fake_of_routes.fake_tensor(torch.ones(2), index)
+        assert route.takes(tensor)
+        assert route.target(tensor) == str(tensor.device)
+        assert route.leads(tensor.device)
+    assert set(used) == {2, 0}
+    assert not route.takes(torch.ones(2)) and not route.leads(CPU) and not route.host_target
+    assert not Staying(None, "w", used.append)

@@ -14,9 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.channels import layout
 from aiorpc.channels.accelerator import DeviceBuffer, device_index
-from aiorpc.channels.inline import allocate
 from aiorpc.channels.landing import Landing
 from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe_plain, rebuild
 from aiorpc.channels.layout import describe as describe_routed
@@ -24,7 +22,6 @@ from aiorpc.channels.routes import Route, going
 from aiorpc.devices import to_device_map
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.frames import DIRECT_SIZE
-from aiorpc.protocol.messages import TensorEntry
 from aiorpc.protocol.packing import pack, unpack
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.tensors import describe_on_host as describe
@@ -113,35 +110,12 @@ def test_every_dense_dtype_of_torch_has_a_code() -> None:
     assert found - quantised - set(DTYPES) <= {torch.bit} if hasattr(torch, "bit") else found - quantised == set(DTYPES)
 
 
-def test_a_dtype_without_a_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a later version of torch adds is told as what it is, however the tensor lies in memory."""
-    monkeypatch.delitem(layout._CODES, torch.int16)
-    whole = torch.ones(6, 6, dtype=torch.int16)
-    for tensors in ([whole], [whole[:, ::2]], [whole[:0]], [whole, whole[1]], [torch.ones(3), whole]):
-        with pytest.raises(SerializationError, match=r"holds a torch\.int16 tensor, a type that this version"):
-            describe(tensors)
-
-
 def test_codes_do_not_move() -> None:
     """Positions are codes on the wire: the first ones stay what they were."""
     assert DTYPES[:5] == (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
     assert DTYPES[20] is torch.float8_e8m0fnu
     assert DTYPES[40] is torch.bits4x2
     assert len(set(DTYPES)) == len(DTYPES)
-
-
-def test_half_complex_tensors_arrive_without_a_warning() -> None:
-    """torch warns of complex32 when it makes such a tensor; taking one makes none."""
-    words = torch.arange(24, dtype=torch.int32)
-    tensors = [words.view(torch.complex32).view(4, 6).t(), words[:0].view(torch.complex32)]
-    torch.set_warn_always(True)
-    try:
-        arrived = send(tensors)
-    finally:
-        torch.set_warn_always(False)
-    assert [tensor.dtype for tensor in arrived] == [torch.complex32] * 2
-    assert arrived[0].stride() == (1, 6)
-    assert torch.equal(arrived[0].view(torch.int32), tensors[0].view(torch.int32))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -156,13 +130,6 @@ def test_requires_grad_and_parameter_arrive(grad: bool, kind: type, strided: boo
         assert arrived.requires_grad is grad
         assert arrived.is_leaf
         assert arrived.stride() == tensor.stride()
-
-
-def test_result_of_a_computation_arrives_as_a_leaf() -> None:
-    """A tensor with a graph behind it arrives with requires_grad and without the graph."""
-    (arrived,) = send([torch.ones(2, requires_grad=True) * 2])
-    assert arrived.requires_grad
-    assert arrived.grad_fn is None
 
 
 def test_views_share_their_storage_at_the_receiver() -> None:
@@ -180,16 +147,6 @@ def test_views_share_their_storage_at_the_receiver() -> None:
     assert [tensor.stride() for tensor in arrived] == [tensor.stride() for tensor in views]
 
 
-def test_views_of_other_dtypes_share() -> None:
-    """A reinterpretation of the same bytes stays one, at an odd offset too."""
-    raw = torch.arange(64, dtype=torch.uint8)
-    words = raw[24:40].view(torch.int32)
-    arrived = send([words, raw[26:28]])
-    arrived[1][0] = 255
-    assert arrived[0][0].item() == int(words[0].item()) | 0xFF0000
-    assert words[0].item() != arrived[0][0].item()
-
-
 def test_only_the_covered_span_travels() -> None:
     """Two small views of a large storage send the bytes between them, not the whole."""
     base = torch.zeros(1_000_000)
@@ -197,14 +154,6 @@ def test_only_the_covered_span_travels() -> None:
     assert sum(map(len, segments)) < 200
     table, segments = describe([base[::100_000]])
     assert sum(map(len, segments)) + len(table[0][1]) == 40
-
-
-def test_empty_and_conjugate_views_among_others() -> None:
-    """Views without bytes, and lazy conjugates, of a shared storage arrive with the rest."""
-    base = torch.tensor([1 + 2j, 3 - 1j])
-    tensors = [base, base[:0], base.conj(), torch.view_as_real(base)]
-    for arrived, sent in zip(send(tensors), tensors, strict=True):
-        assert same_bits(arrived, sent)
 
 
 def test_conjugate_shares_with_its_origin() -> None:
@@ -220,34 +169,6 @@ def test_conjugate_shares_with_its_origin() -> None:
             elif not tensor.is_complex():
                 assert tensor.is_neg()
                 assert tensor[0] == -7
-
-
-def test_pending_bits_of_few_elements_far_apart() -> None:
-    """Where only the elements travel, they are computed, and are not to be conjugated again."""
-    (arrived,) = send([torch.full((100_000,), 1 + 2j)[::50_000].conj()])
-    assert not arrived.is_conj()
-    assert arrived.tolist() == [1 - 2j] * 2
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_parameter_with_pending_bits(grad: bool) -> None:
-    """A Parameter over a conjugate is one again."""
-    sent = torch.nn.Parameter(torch.tensor([1 + 2j]).conj(), requires_grad=grad)
-    (arrived,) = send([sent])
-    assert type(arrived) is torch.nn.Parameter
-    assert (arrived.requires_grad, arrived.is_leaf) == (grad, True)
-    assert same_bits(arrived, sent)
-
-
-def test_three_hundred_tensors_keep_their_order() -> None:
-    """The table has them in the order in which they were given, whichever of them share a storage."""
-    base = torch.arange(300.0)
-    own = [torch.full((1, index % 3), float(index)) for index in range(300)]
-    shared = [base[index : index + index % 3] for index in range(300)]
-    mixed = [tensor for pair in zip(own, shared, strict=True) for tensor in pair]
-    for tensors in (own, shared, mixed):
-        for arrived, sent in zip(send(tensors), tensors, strict=True):
-            assert same_bits(arrived, sent)
 
 
 @pytest.mark.parametrize("count", [10, 2000, DIRECT_SIZE])
@@ -306,47 +227,6 @@ def test_tensor_inside_of_functionalize(count: int) -> None:
     torch.func.functionalize(inside)(torch.ones(count))
 
 
-def test_tensor_with_attributes_is_not_plain() -> None:
-    """They go by pickle, which a table entry does not replace."""
-    tensor = torch.ones(2)
-    assert describe_plain([tensor]) is not None
-    tensor.note = "text"  # type: ignore[attr-defined]  # tensors take any attribute
-    assert describe_plain([tensor]) is None
-
-
-def test_what_is_not_plain_is_left_to_the_others() -> None:
-    """Tensors of other kinds, or with more than elements to tell, have no plain entry; asking is no error."""
-    dense = torch.ones(64, 64)
-    others = [dense.to_sparse(), dense.to_sparse_csr(), torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8)]
-    others += [dense.to("meta"), dense.t()[:3], dense[:0], (dense * 1j).conj()]
-    for tensor in others:
-        assert describe_plain([tensor]) is None
-
-
-@pytest.mark.parametrize("count", [2, EMBEDDED_SIZE, DIRECT_SIZE])
-def test_plain_tensor_that_requires_gradients(count: int) -> None:
-    """Its entry and its bytes are those of the general way, for a leaf and for what was computed."""
-    leaf = torch.arange(float(count), requires_grad=True)
-    for tensor in (leaf, leaf * 2):
-        described = describe_plain([tensor])
-        assert described is not None
-        (plain,), lent = described
-        (entry, _), buffers = describe([tensor, torch.ones(0)])  # one without bytes: by the general way
-        assert [*plain[:3], tuple(plain[3]), *plain[4:]] == [*entry[:3], (count,), *entry[4:]]
-        on_host = [buffer for buffer in lent if not isinstance(buffer, DeviceBuffer)]
-        assert [bytes(buffer) for buffer in on_host] == [bytes(buffer) for buffer in buffers]
-
-
-def test_another_default_device_changes_nothing() -> None:
-    """A program may make tensors elsewhere by default; what arrives on a CPU is on a CPU."""
-    sent = [torch.ones(3), torch.ones(0, 3), torch.ones(3, 2).t(), torch.ones(4000), torch.ones(2).bfloat16()]
-    with torch.device("meta"):
-        arrived = send(sent)
-    for tensor, origin in zip(arrived, sent, strict=True):
-        assert tensor.is_cpu
-        assert same_bits(tensor, origin)
-
-
 def test_small_tensors_may_change_at_once() -> None:
     """A small tensor was copied by the time it is described; a large one is lent until it was written."""
     small, large = torch.zeros(EMBEDDED_SIZE // 4 + 1), torch.zeros(DIRECT_SIZE)
@@ -354,19 +234,6 @@ def test_small_tensors_may_change_at_once() -> None:
     small[0] = large[0] = 1
     taken = rebuild(table, [bytearray(segment) for segment in segments])
     assert [taken[0][0], taken[1][0]] == [0, 1]
-
-
-def test_lent_memory_lives_as_long_as_the_segment() -> None:
-    """A large tensor that the sender drops stays readable until its frame was written, and no longer."""
-    tensor = torch.full((DIRECT_SIZE,), 3.0)
-    gone = weakref.ref(tensor.untyped_storage())
-    table, segments = describe([tensor])
-    del tensor
-    gc.collect()
-    assert torch.equal(rebuild(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
-    segments.clear()
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -381,19 +248,6 @@ def test_tensor_that_is_given_other_memory_after_put(views: bool) -> None:
     gc.collect()
     assert gone() is not None
     assert torch.equal(rebuild(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
-
-
-def test_received_tensors_use_the_received_memory() -> None:
-    """Nothing is copied on arrival: the tensor lies over the segment and keeps it alive."""
-    table, segments = describe([torch.arange(float(DIRECT_SIZE))])
-    memory = allocate(len(segments[0]))
-    memory[:] = segments[0]
-    (arrived,) = rebuild(table, [memory])
-    memory[:4] = b"\0\0\x80\x3f"
-    assert arrived[0] == 1.0
-    del memory
-    gc.collect()
-    assert arrived[-1] == DIRECT_SIZE - 1
 
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
@@ -559,28 +413,6 @@ def test_dtypes_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype) -> None:
                 assert ctypes.string_at(raw.data_ptr(), raw.nbytes) == bytes(bits.tolist())[start:][: raw.nbytes]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
-def test_dtypes_of_the_host_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype, strided: bool) -> None:
-    """Where the map sends the host's tensors to a device: every dtype that torch can send at all."""
-    bits = torch.arange(1, 97, dtype=torch.uint8)
-    bits = bits.remainder(2) if dtype is torch.bool else bits
-    tensor = torch.empty(0, dtype=dtype)
-    count = 96 // dtype.itemsize
-    tensor.set_(bits.untyped_storage(), 0, (2, count // 2), (1, 2) if strided else (count // 2, 1))
-    (arrived,) = send_routed(fake, [tensor], {"cpu": 1})
-    assert isinstance(arrived, FakeTensor)
-    assert (arrived.dtype, arrived.shape, arrived.ordinal) == (dtype, tensor.shape, 1)
-    raw = here(fake, arrived)
-    for row in range(2):
-        for column in range(count // 2):
-            got, wanted = raw[row, column : column + 1], tensor[row, column : column + 1]
-            assert ctypes.string_at(got.data_ptr(), dtype.itemsize) == ctypes.string_at(
-                wanted.data_ptr(), dtype.itemsize
-            )
-
-
 @pytest.mark.parametrize("devices", [{0: 1}, {0: 0}, {0: "cpu"}], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_arrive_on_a_device(fake: FakeCuda, name: str, devices: dict[Any, Any]) -> None:
@@ -598,14 +430,6 @@ def test_layouts_arrive_on_a_device(fake: FakeCuda, name: str, devices: dict[Any
         assert got.stride() == tensor.stride()
 
 
-def test_tensors_of_the_host_keep_their_strides_on_a_device(fake: FakeCuda) -> None:
-    """A transposed one arrives transposed, as it does on the host."""
-    sent = torch.arange(24.0).view(4, 6).t()
-    (arrived,) = send_routed(fake, [sent], {"cpu": 0})
-    assert same_bits(here(fake, arrived), sent)
-    assert arrived.stride() == sent.stride()
-
-
 @pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 1}], ids=str)
 def test_views_share_their_storage_on_a_device(fake: FakeCuda, devices: dict[Any, Any]) -> None:
     """One buffer travels for all of them, and what is written to one is seen in the others, wherever they arrive."""
@@ -621,85 +445,6 @@ def test_views_share_their_storage_on_a_device(fake: FakeCuda, devices: dict[Any
     seen = [here(fake, tensor) for tensor in arrived]
     assert [seen[1][2].item(), seen[2][2, 1].item(), seen[0][0, 3].item()] == [7, 7, 9]
     assert [tensor.stride() for tensor in arrived] == [tensor.stride() for tensor in views]
-
-
-def test_views_of_other_dtypes_share_on_a_device(fake: FakeCuda) -> None:
-    """A reinterpretation stays one, at an odd offset too."""
-    raw = fake.fake_tensor(torch.arange(64, dtype=torch.uint8), 0)
-    words = FakeTensor(raw.raw[24:40].view(torch.int32), fake, 0)
-    arrived = send_routed(fake, [words, raw[26:28]], {0: 1})
-    before = int(here(fake, arrived[0])[0])
-    arrived[1][0] = 255
-    assert int(here(fake, arrived[0])[0]) == before | 0xFF0000
-    assert int(here(fake, words)[0]) == before
-
-
-def test_conjugate_shares_with_its_origin_on_a_device(fake: FakeCuda) -> None:
-    """Pending bits arrive as bits."""
-    base = on_device(fake, torch.tensor([1 + 2j, 3 - 1j]))
-    views = [base, FakeTensor(base.raw.conj(), fake, 0), FakeTensor(base.raw.conj().imag, fake, 0)]
-    arrived = send_routed(fake, views, {0: 1})
-    assert isinstance(arrived[0], FakeTensor)
-    arrived[0].fill_(5 + 7j)
-    first, conjugate, negative = (here(fake, tensor) for tensor in arrived)
-    assert (first.is_conj(), conjugate.is_conj(), negative.is_neg()) == (False, True, True)
-    assert (conjugate[0].item(), negative[0].item()) == (5 - 7j, -7)
-
-
-def test_scattered_views_are_gathered_on_their_device(fake: FakeCuda) -> None:
-    """A few elements of much memory travel by themselves, as they are on the current stream."""
-    base = fake.fake_tensor(torch.zeros(100_000), 0)
-    with fake.entered([fake.fresh(0)]):
-        fake.wait(fake.mark(fake.default_streams[0]), fake.current(0))
-        base.fill_(3)  # the gathering has to come after this, on the same stream
-        table, buffers = describe_routed([base[::50_000]], route(fake, {0: 1}))
-        assert [len(buffer) for buffer in buffers] == [8]
-        landing = Landing(fake)
-        (arrived,) = rebuild(unpack(pack(table)), carry(fake, buffers), landing)
-    assert arrived.is_contiguous()
-    assert here(fake, arrived).tolist() == [3, 3]
-    _, buffers = describe_routed([base[::50_000], base[1::50_000]], route(fake, {0: 1}))
-    assert len(buffers) == 1, "views of one storage stay so, however far apart"
-
-
-def test_only_the_covered_span_travels_from_a_device(fake: FakeCuda) -> None:
-    """Two small views of a large storage send the bytes between them, and begin where theirs do."""
-    base = fake.fake_tensor(torch.arange(100_000.0), 0)
-    views = [base[500:510], base[520:530]]
-    _, buffers = describe_routed(views, route(fake, {0: 1}))
-    assert sum(map(len, buffers)) < 200
-    for arrived, sent in zip(send_routed(fake, views, {0: 1}), views, strict=True):
-        assert same_bits(here(fake, arrived), here(fake, sent))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("parameter", [False, True])
-@pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 0}], ids=str)
-def test_requires_grad_and_parameter_arrive_on_a_device(
-    fake: FakeCuda, grad: bool, parameter: bool, devices: dict[Any, Any]
-) -> None:
-    """Alone and among views; what arrives is a leaf."""
-    base: Tensor = torch.ones(3, 4) if "cpu" in devices else fake.fake_tensor(torch.ones(3, 4), 0)
-    tensor = torch.nn.Parameter(base, requires_grad=grad) if parameter else base.requires_grad_(grad)
-    for arrived in (send_routed(fake, [tensor], devices)[0], send_routed(fake, [tensor, base[1]], devices)[0]):
-        assert isinstance(arrived, torch.nn.Parameter) is parameter
-        assert (arrived.requires_grad, arrived.is_leaf) == (grad, True)
-        assert torch.equal(here(fake, arrived.detach()), torch.ones(3, 4))
-
-
-@pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 0}], ids=str)
-def test_tensors_without_bytes_arrive_on_a_device(fake: FakeCuda, devices: dict[Any, Any]) -> None:
-    """They take no buffer, and are where they belong; one element without dimensions takes one."""
-    made = [torch.empty(3, 0, 2), torch.empty(0), torch.empty(5, 4)[:, :0], torch.tensor(2.5)]
-    sent = made if "cpu" in devices else [on_device(fake, tensor) for tensor in made]
-    table, buffers = describe_routed(sent, route(fake, devices))
-    assert len(buffers) == (0 if "cpu" in devices else 1)
-    arrived = rebuild(unpack(pack(table)), carry(fake, buffers), Landing(fake))
-    target = next(iter(devices.values()))
-    assert {str(tensor.device) for tensor in arrived} == {"cpu" if target == "cpu" else f"cuda:{target}"}
-    assert [tensor.shape for tensor in arrived] == [tensor.shape for tensor in made]
-    assert [tensor.stride() for tensor in arrived] == [tensor.stride() for tensor in made]
-    assert here(fake, arrived[-1]).item() == 2.5
 
 
 @pytest.mark.parametrize("devices", [CROSSED, {0: 1, 1: "cpu", "cpu": 0}], ids=str)
@@ -720,38 +465,6 @@ def test_table_keeps_the_order_of_host_and_devices(fake: FakeCuda, devices: dict
     assert {index for index, _ in landing.carriers} == {
         device_index(names.get(str(tensor.device), "cpu")) for tensor in tensors
     } - {-1}
-
-
-def test_what_lies_on_a_device_is_never_written_into_the_table(fake: FakeCuda) -> None:
-    """Small ones too have a buffer: their bytes may not be there yet."""
-    table, buffers = describe_routed([on_device(fake, torch.ones(1))], route(fake, {0: 1}))
-    assert table == [TensorEntry(0, 0, 0, (1,), None, 0, "cuda:1")]
-    (buffer,) = buffers
-    assert isinstance(buffer, DeviceBuffer)
-    assert (len(buffer), buffer.index, buffer.target, buffer.ready) == (4, 0, "cuda:1", None)
-
-
-def test_buffer_of_a_device_keeps_the_memory(fake: FakeCuda) -> None:
-    """What is dropped before it was sent is sent all the same."""
-    before = fake.in_use(0)
-    _, buffers = describe_routed([on_device(fake, torch.full((1000,), 3.0))], route(fake, {0: 1}))
-    gc.collect()
-    fake.machine.drain(10)
-    (buffer,) = buffers
-    assert isinstance(buffer, DeviceBuffer)
-    assert torch.equal(buffer.carrier.view(torch.float32), torch.full((1000,), 3.0))
-    del buffer
-    buffers.clear()
-    fake.machine.drain(10)
-    assert fake.in_use(0) == before
-
-
-def test_full_device_is_told_as_such(fake: FakeCuda) -> None:
-    """No memory for what comes from the host is no mistake of the sender's."""
-    table, buffers = describe_routed([torch.ones(3)], route(fake, {"cpu": 0}))
-    fake.fail("empty")
-    with pytest.raises(torch.OutOfMemoryError):
-        rebuild(unpack(pack(table)), carry(fake, buffers), Landing(fake))
 
 
 # --- tables that lie --------------------------------------------------------------------------------------------------

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
-import pickle
 import signal
 import threading
 import time
@@ -23,13 +21,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
-from tests.channels.growing import GrowingArena
+from tests.channels.ends import GrowingArena
 from tests.processes.zygote import Zygote, zygote
 from tests.tensors import describe_on_host
 
@@ -286,48 +283,10 @@ def with_data(view: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-COPIES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    lambda view: pickle.loads(pickle.dumps(view)),
-    copy.deepcopy,
-    lambda view: torch.load(saved(view), weights_only=True),
-    lambda view: view.clone(),
-    lambda view: torch.from_numpy(pickle.loads(pickle.dumps(view.numpy(), protocol=5))),
-)
-
-
-def saved(view: torch.Tensor) -> io.BytesIO:
-    """As `torch.save` writes it."""
-    file = io.BytesIO()
-    torch.save(view, file)
-    file.seek(0)
-    return file
-
-
 def filled(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor all of whose bytes are the value."""
     size = numpy.prod(shape) * dtype.itemsize
     return torch.full((int(size),), value, dtype=torch.uint8).view(dtype).view(shape)
-
-
-# What one message holds. More than an embedded tensor's size each; every storage is filled with a value of its own.
-MESSAGES: tuple[Callable[[Callable[[], int]], list[torch.Tensor]], ...] = (
-    lambda value: [filled(value(), (40, 64), torch.float32)],
-    lambda value: [filled(value(), (33, 129), torch.float64).t()],
-    lambda value: [filled(value(), (2, 8, 20, 20), torch.bfloat16).contiguous(memory_format=torch.channels_last)],
-    lambda value: [torch.nn.Parameter(filled(value(), (64, 70), torch.float32))],
-    lambda value: [filled(value(), (3000,), torch.complex64), filled(value(), (9, 1000), torch.uint8)],
-    lambda value: sharing(filled(value(), (64, 65), torch.float32)),
-    lambda value: [*sharing(filled(value(), (50, 50), torch.int64)), filled(value(), (5000, 2), torch.int16)],
-)
-
-
-def sharing(base: torch.Tensor) -> list[torch.Tensor]:
-    """Views of one storage, which share one at the receiver, too."""
-    return [base, base[3:7], base.t(), base.detach().view(-1)[::2]]
-
-
-ACTIONS = ("receive", "derive", "derive", "derive", "drop", "drop_elsewhere", "rebind", "duplicate", "collect")
-STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 100_000)), min_size=10, max_size=60)
 
 
 KINDS = [
@@ -377,12 +336,6 @@ def test_backward_lets_go_although_the_graph_lives() -> None:
         holder.let_go()
         assert len(wire.settle()) == 1 and (shown(holder.gradient) == 3).all()
         wire.check_empty()
-
-
-# ---- recycling
-
-SIZES = (5 * KIB, 40 * KIB, 300 * KIB, 1500 * KIB)  # a slab's slots, and pages of their own
-COUNT = 4000
 
 
 # ---- forks, and the end of the interpreter

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.segments import HEADER
 from aiorpc.channels.shared import COLD_SIZE, COPY_OUT, COPY_SIZE, MOST_WAITING, PACK_LEAST, PACK_MOST
-from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, SegmentRefused, Warm
+from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, SegmentRefused
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import Buffer
@@ -78,29 +78,11 @@ def blocks(message: Message) -> list[list[Any]]:
     return found
 
 
-def overhear(ends: SharedEnds, end: int) -> list[list[Any]]:
-    """What that end says from now on; it does not reach the other one."""
-    said: list[list[Any]] = []
-    ends.around[end].post = said.append  # type: ignore[method-assign, assignment]  # replaced for this test
-    return said
-
-
 def idle(ends: SharedEnds) -> bool:
     return not any(ends.under_way().values())
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
-
-
-def test_one_buffer_is_worth_a_block_from_its_size_on(ends: SharedEnds) -> None:
-    """SHARE_SIZE, alone; `send_one` takes and refuses the same."""
-    assert taken(ends, SHARE_SIZE) == [True] and taken(ends, SHARE_SIZE - 1) == [False]
-    for size in (SHARE_SIZE - 1, SHARE_SIZE):
-        wire = ends.ends[0].send_one(bytes(size))
-        assert (wire is not None) == (size >= SHARE_SIZE)
-        if wire is not None:
-            ends.ends[0].withdraw([wire], named=False)
-    assert idle(ends)
 
 
 def test_short_buffers_are_worth_a_block_together(ends: SharedEnds) -> None:
@@ -111,15 +93,6 @@ def test_short_buffers_are_worth_a_block_together(ends: SharedEnds) -> None:
     assert taken(ends, half, 0, half) == [True, False, True]
     assert taken(ends, PACK_LEAST, 0) == [True, False] and taken(ends, PACK_LEAST - 1, 0) == [False, False]
     assert taken(ends, 0, 0) == [False, False] and taken(ends, 0) == [False]
-
-
-def test_long_ones_have_blocks_of_their_own(ends: SharedEnds) -> None:
-    """Beside short ones that share one, or are too few for one; all in their places."""
-    message = delivered(ends, SHARE_SIZE, 40_000, SHARE_SIZE - 1, SHARE_SIZE + 1, 10)
-    assert [wire is not None for wire in message.wires] == [True] * 5
-    assert len(blocks(message)) == 3 and [len(wire) for wire in message.taken] == [5, 7, 7, 5, 7]
-    few = delivered(ends, SHARE_SIZE, 1000, 2000)
-    assert [wire is not None for wire in few.wires] == [True, False, False] and len(blocks(few)) == 1
 
 
 @pytest.mark.parametrize("size", [SHARE_SIZE - 1, 100_000, 5000, 64, 1])
@@ -145,19 +118,6 @@ def test_what_a_block_of_short_ones_holds_is_bounded(ends: SharedEnds, size: int
     assert idle(ends)
 
 
-@pytest.mark.parametrize("least", [1000, 500_000, 4 * MIB])
-def test_the_shortest_that_goes_alone_is_an_option(least: int) -> None:
-    """`least`: others go together or not at all, and however long they are, a block holds PACK_MOST or one of them."""
-    ends = SharedEnds(limit=64 * MIB, warm=32 * MIB, least=least)
-    try:
-        assert taken(ends, least) == [True] and taken(ends, least - 1) == [False]
-        message = delivered(ends, *[10] * 20, *[90_000] * 20, 400_000)
-        assert {wire is not None for wire in message.wires[20:]} == {True}
-        assert len(blocks(message)) <= (22 if least < 90_000 else 5)
-    finally:
-        ends.dispose()
-
-
 def test_a_part_keeps_its_block_and_no_other(ends: SharedEnds) -> None:
     """Of many, in several blocks: the one that is kept, and all of what it stands in, stay lent."""
     message = delivered(ends, *[100_000] * 15, 300_000)
@@ -176,30 +136,6 @@ def test_a_part_keeps_its_block_and_no_other(ends: SharedEnds) -> None:
     assert idle(ends)
 
 
-def test_parts_of_one_block_do_not_see_each_other(ends: SharedEnds) -> None:
-    """Writing all of one changes no byte of its neighbours."""
-    message = delivered(ends, *[33_333] * 6)
-    middle = message.buffers()[2]
-    middle[:] = b"\xff" * len(middle)
-    for seed, buffer in enumerate(message.buffers()):
-        assert seed == 2 or bytes(buffer) == pattern(seed, 33_333)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_packed_messages_are_given_up_whole(ends: SharedEnds, named: bool) -> None:
-    """Unsent: their blocks are free at once. Sent: they come, and are free when they are dropped."""
-    message = ends.send([bytes(50_000)] * 30 + [bytes(SHARE_SIZE)])
-    assert ends.ends[0].lender.leases == len(blocks(message)) > 2
-    if named:
-        ends.post(message)
-    ends.withdraw(message)
-    assert (ends.ends[0].lender.leases == 0) == (not named)
-    ends.settle()
-    assert message.settled == named
-    message.outcomes.clear()
-    assert idle(ends)
-
-
 def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
     """In the middle of a message: `send` that raises has borrowed nothing of it."""
     unreadable = memoryview(bytes(2 * SHARE_SIZE))[::2]  # its bytes do not lie one behind the other
@@ -210,32 +146,6 @@ def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
 
 
 # --- refused, and why -------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_taken_before_there_is_memory(cold: SharedEnds) -> None:
-    """`cold`, and who makes it warm is told how much was missing; nothing is said to the other end."""
-    end = cold.ends[0]
-    assert cold.send([bytes(SHARE_SIZE)]).taken == []
-    assert end.send_one(bytes(SHARE_SIZE + 5)) is None
-    assert end.traffic.refused == {"cold": 2} and cold.around[0].cold == [SHARE_SIZE, SHARE_SIZE + 5]
-    assert cold.lanes() == [] and end.traffic.sent == 0
-
-
-def test_nothing_is_taken_before_the_other_end_has_mapped_it(cold: SharedEnds) -> None:
-    """The first one that could be sent offers all segments, once; when the answer is here, buffers go."""
-    end = cold.ends[0]
-    cold.arenas[0].grow(4 * MIB)
-    for _ in range(3):
-        assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    assert end.traffic.refused == {"not mapped": 3} and cold.around[0].cold == []
-    assert cold.lanes() == ["messages 0"]
-    cold.step("messages 0")
-    assert cold.lanes() == ["thread 1"]  # one offer; mapping takes long
-    cold.step("thread 1")
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    cold.settle()
-    delivered(cold, SHARE_SIZE)
-    assert end.traffic.refused == {"not mapped": 4}
 
 
 @pytest.fixture
@@ -270,12 +180,6 @@ def test_a_long_buffer_goes_into_cold_memory_that_is_mapped_meanwhile(waiting: S
     assert not any(waiting.under_way().values())
 
 
-def test_a_shorter_one_waits_for_nothing(waiting: SharedEnds) -> None:
-    """It goes another way until there is warm memory."""
-    assert waiting.ends[0].send([bytes(COLD_SIZE - 1)], []) == [None]
-    assert waiting.ends[0].traffic.refused == {"cold": 1} and waiting.around[0].cold == [COLD_SIZE - 1]
-
-
 def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> None:
     """The buffer goes another way; so do the next ones, at once, until the other end has mapped the segment."""
     end = waiting.ends[0]
@@ -290,21 +194,6 @@ def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> N
     end.withdraw([wire], named=False)
 
 
-def test_nobody_waits_for_what_is_refused(waiting: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender goes on when the other end says that it cannot map the segment, and asks for no other one."""
-
-    def refuse(*args: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(waiting.ends[1].borrower, "map", refuse)
-    thread, wires = sent_by_thread(waiting, bytes(COLD_SIZE))
-    while thread.is_alive():
-        waiting.settle()
-    assert wires == [None] and len(waiting.around[0].refusals) == 1
-    assert waiting.ends[0].send([bytes(COLD_SIZE)], []) == [None]
-    assert waiting.ends[0].traffic.refused == {"refused": 1, "not mapped": 2}
-
-
 def test_nobody_waits_for_a_closed_end(waiting: SharedEnds) -> None:
     """Whoever waits when it is closed goes on, and holds nothing."""
     thread, wires = sent_by_thread(waiting, bytes(COLD_SIZE))
@@ -315,26 +204,6 @@ def test_nobody_waits_for_a_closed_end(waiting: SharedEnds) -> None:
     waiting.ends[0].close()
     thread.join()
     assert wires == [None] and not waiting.arenas[0].used
-
-
-def test_what_warms_up_later_is_offered_and_named() -> None:
-    """`grown` says nothing while nobody missed anything; then it offers what is not mapped, and names the rest."""
-    ends = SharedEnds(limit=64 * MIB, warm=0)
-    try:
-        end = ends.ends[0]
-        end.grown(ends.arenas[0].grow(MIB))
-        assert ends.lanes() == []
-        assert end.send([bytes(SHARE_SIZE)], []) == [None]
-        ends.settle()
-        end.grown(ends.arenas[0].grow(MIB))
-        assert ends.lanes() == []  # all that was sent had room
-        assert end.send([bytes(32 * MIB)], []) == [None]  # missing
-        ranges = ends.arenas[0].grow(MIB)
-        said = overhear(ends, 0)
-        end.grown(ranges)
-        assert said == [MESSAGES.write(Warm(*extent)) for extent in ranges] and ranges
-    finally:
-        ends.dispose()
 
 
 def test_a_peer_holds_its_part_at_most(ends: SharedEnds) -> None:
@@ -349,22 +218,6 @@ def test_a_peer_holds_its_part_at_most(ends: SharedEnds) -> None:
     for message in held:
         ends.withdraw(message)
     assert idle(ends)
-
-
-def test_only_room_that_is_missing_is_asked_for(ends: SharedEnds) -> None:
-    """A peer that holds its part and more finds no room that any growth would give it: nobody is told to grow."""
-    held = [ends.send([bytes(MIB)]) for _ in range(5)]
-    assert all(message.taken for message in held)
-    assert ends.send([bytes(2 * MIB)]).taken == []
-    assert ends.ends[0].traffic.refused == {"share": 1}
-    assert ends.around[0].cold == []
-
-
-def test_more_than_the_arena_is_refused_by_its_limit(ends: SharedEnds) -> None:
-    """The reason says so, and smaller ones beside it are taken."""
-    message = ends.send([bytes(LIMIT), bytes(SHARE_SIZE)])
-    assert [wire is not None for wire in message.wires] == [False, True]
-    assert ends.ends[0].traffic.refused == {"limit": 1}
 
 
 # --- copied out -------------------------------------------------------------------------------------------------------
@@ -384,15 +237,6 @@ def test_long_copies_are_made_in_a_thread(ends: SharedEnds, size: int) -> None:
     (buffer,) = message.buffers()
     assert not buffer.readonly
     ends.withdraw(held)
-
-
-def test_packed_ones_are_copied_out_together(ends: SharedEnds) -> None:
-    """Their parts are of one copy, and the block goes back."""
-    held = ends.send([bytes(SHARE)])
-    message = delivered(ends, *[30_000] * 10)
-    assert {wire[4] for wire in message.taken} == {1} and ends.ends[0].lender.leases == 1
-    ends.withdraw(held)
-    assert idle(ends)
 
 
 @contextmanager
@@ -468,25 +312,6 @@ def test_a_segment_that_cannot_be_mapped_is_refused(cold: SharedEnds) -> None:
     assert end.traffic.refused == {"not mapped": 4, "refused": 1}
 
 
-def test_what_waits_for_a_thread_is_bounded(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other end may say more than threads come to: of hints the rest is dropped, and so many offers nobody has."""
-    jobs: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ends.around[1], "in_background", lambda *job: jobs.append(job))
-    warm, end = MESSAGES.write(Warm(0, 0, HEADER)), ends.ends[1]
-    for _ in range(2 * MOST_WAITING):
-        end.on_message(warm)
-    assert len(jobs) == MOST_WAITING
-    (segment,) = ends.arenas[0].segments
-    offer = MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))
-    with pytest.raises(ProtocolError, match="offered at once"):
-        end.on_message(offer)
-    for function, *arguments in jobs:
-        function(*arguments)
-    end.on_message(warm)
-    end.on_message(offer)
-    assert len(jobs) == MOST_WAITING + 2
-
-
 @pytest.mark.parametrize("wrong", ["nonce", "size", "fd"])
 def test_a_segment_that_is_another_one_is_refused(cold: SharedEnds, wrong: str) -> None:
     """Of another nonce, size or file: the offer comes back refused."""
@@ -560,29 +385,6 @@ def test_parts_outside_of_their_block_are_refused(ends: SharedEnds, start: Any) 
 # --- release ----------------------------------------------------------------------------------------------------------
 
 
-def test_release_is_sent_by_flush(ends: SharedEnds) -> None:
-    """What died since the last time goes in one message; without any, nothing is said."""
-    message = delivered(ends, *[SHARE_SIZE] * 3)
-    end, around = ends.ends[1], ends.around[1]
-    end.flush()
-    assert ends.lanes() == [] and not end.released and around.loans == 3
-    said: list[tuple[list[Any], bool]] = []
-
-    def give_back(released: Sequence[Sequence[int]], *, more: bool) -> None:
-        said.append(([*released], more))
-
-    around.give_back = give_back  # type: ignore[method-assign]  # overheard
-    message.outcomes.clear()
-    assert len(end.released) == 3
-    end.flush(more=True)
-    end.flush()
-    ((blocks, more),) = said
-    assert more and sorted(blocks) == sorted(Block(*wire[:4]) for wire in message.taken)
-    ends.give_back(1, blocks)
-    ends.settle()
-    assert idle(ends)
-
-
 def test_last_views_may_die_in_any_thread(ends: SharedEnds) -> None:
     """Each block goes back once."""
     messages = [delivered(ends, 300_000) for _ in range(6)]
@@ -595,42 +397,6 @@ def test_last_views_may_die_in_any_thread(ends: SharedEnds) -> None:
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_closed_it_takes_and_says_nothing(cold: SharedEnds) -> None:
-    """Not even an offer; what the other end still says is heard without harm."""
-    end = cold.ends[0]
-    assert end.send([bytes(SHARE_SIZE)], []) == [None]
-    ranges = cold.arenas[0].grow(MIB)
-    end.close()
-    end.close()
-    assert end.send([bytes(SHARE_SIZE)], []) == [None] and end.send_one(bytes(SHARE_SIZE)) is None
-    end.grown(ranges)
-    (segment,) = cold.arenas[0].segments
-    end.on_message(MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce)))
-    end.on_message(MESSAGES.write(Warm(0, 0, 5)))
-    assert cold.lanes() == []
-
-
-def test_a_segment_mapped_while_closing_is_let_go(cold: SharedEnds) -> None:
-    """The thread that maps it comes late: no mapping is left, and nobody fails."""
-    cold.arenas[0].grow(MIB)
-    assert cold.send([bytes(SHARE_SIZE)]).taken == []
-    cold.step("messages 0")
-    cold.close(1)
-    cold.settle()
-    assert cold.ends[1].borrower.segments == frozenset()
-
-
-def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
-    """Its receiver may still use it: only its word, or the proof that it is gone, gives it back."""
-    message = delivered(ends, SHARE_SIZE)
-    ends.close(0)
-    assert ends.ends[0].lender.lent == SHARE_SIZE
-    message.check()
-    message.outcomes.clear()
-    ends.ends[0].on_release([message.taken[0][:4]])
-    assert ends.ends[0].lender.lent == 0
 
 
 # --- who may share ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import fcntl
 import gc
 import json
 import os
-import pickle
 import random
 import re
 import select
@@ -15,10 +14,8 @@ import signal
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +25,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
-from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Mapping, Segment
-from aiorpc.channels.shm import Borrower, Lender
+from aiorpc.channels.arena import ALIGN, Arena, Block
+from aiorpc.channels.keeping import Keeper
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
+from aiorpc.channels.shm import Borrower, Copies, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.messages import Release, read_release, write
-from tests.channels.growing import GrowingArena
+from tests.channels.ends import GrowingArena
 from tests.shared_files import named_shared_files
-from tests.tensors import describe_on_host
 from tests.tiers import examples
 
 LIMIT = 64 * MIB
@@ -177,19 +173,6 @@ def map_described(borrower: Borrower, segments: list[list[Any]]) -> None:
 # ---- what keeps a block alive
 
 
-def pickled(block: Bytes) -> Any:
-    """A numpy array that pickle makes over the block."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(numpy.zeros(block.size, numpy.uint8), protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(data, buffers=[block])
-
-
-def saved_for_backward(block: Bytes) -> torch.Tensor:
-    """A result whose gradient needs the block, which nothing else refers to."""
-    weight = torch.ones(block.size // 4, requires_grad=True)
-    return (weight * torch.frombuffer(block, dtype=torch.float32)).sum()
-
-
 def ndarray(block: Bytes) -> torch.Tensor:
     """The way of the inline channel."""
     return torch.from_numpy(numpy.ndarray((4, block.size // 16), numpy.float32, block))
@@ -199,77 +182,6 @@ class Holder:
     def __init__(self, held: object) -> None:
         self.held = held
         self.cycle = self
-
-
-CONSUMERS: dict[str, Callable[[Bytes], Any]] = {
-    "the array itself": lambda block: block,
-    "slice": lambda block: block[3:9],
-    "slice of a slice": lambda block: block[3:900][5:][::2],
-    "view of another type": lambda block: block.view(numpy.float32)[1:],
-    "numpy.asarray": lambda block: numpy.asarray(block)[1:],
-    "numpy.ndarray": lambda block: numpy.ndarray((8, 4), numpy.int16, block),
-    "numpy.frombuffer": lambda block: numpy.frombuffer(block, numpy.float64),
-    "memoryview": lambda block: block.data[5:].cast("B"),
-    "array of a memoryview": lambda block: numpy.asarray(block.data)[1:],
-    "from_numpy(ndarray)": ndarray,
-    "from_numpy(block)": torch.from_numpy,
-    "torch.frombuffer": lambda block: torch.frombuffer(block, dtype=torch.bfloat16),
-    "torch.as_tensor": torch.as_tensor,
-    "dlpack": lambda block: torch.from_dlpack(block),
-    "view of a tensor": lambda block: ndarray(block)[1:, ::2].t(),
-    "reshaped": lambda block: ndarray(block).view(-1).view(torch.int64)[3:],
-    "detached": lambda block: ndarray(block).requires_grad_().detach(),
-    "numpy of a tensor": lambda block: ndarray(block).numpy()[1:].T,
-    "storage": lambda block: ndarray(block).untyped_storage(),
-    "tensor over a storage": lambda block: torch.empty(0).set_(ndarray(block).untyped_storage(), 2, (3,), (2,)),
-    "swapped data": lambda block: torch.nn.Parameter(ndarray(block)).data,
-    "saved for backward": saved_for_backward,
-    "leaf of a graph": lambda block: ndarray(block).requires_grad_() * 2,
-    "pickle": pickled,
-    "pickle, on": lambda block: torch.from_numpy(pickled(block)).view(torch.float32),
-    "cycle": Holder,
-    "closure": lambda block: lambda: block[0],
-}
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_the_last_view_of_any_kind_releases(consumer: str) -> None:
-    """The block is released when the consumer has died: not before, once, and with its own numbers."""
-    with paired() as pair:
-        wire = pair.lend(numpy.arange(512, dtype=numpy.float32).tobytes())
-        block = pair.borrower.adopt(wire)
-        watched = weakref.ref(block)
-        view = CONSUMERS[consumer](block)
-        del block
-        gc.collect()
-        assert watched() is not None and pair.loans == [1] and pair.borrower.drain() == []
-        assert (pair.borrower.blocks, pair.borrower.held) == (1, 2048)
-        assert view is not None
-        del view
-        gc.collect()
-        assert len(pair.borrower.released) == 1 and (pair.borrower.blocks, pair.borrower.held) == (0, 0)
-        assert pair.borrower.drain() == [Block(*wire)] and pair.borrower.drain() == []
-        pair.lender.released([Block(*wire)])
-        assert pair.lender.leases == pair.lender.lent == pair.arena.used == 0
-
-
-def test_backward_lets_go_of_what_it_saved() -> None:
-    """A tensor that only autograd holds is released by the backward pass, and was right until then."""
-    with paired() as pair:
-        result = saved_for_backward(pair.adopt(numpy.full(100, 3, numpy.float32).tobytes()))
-        assert result.item() == 300 and pair.settle() == 0
-        result.backward()
-        assert pair.settle() == 1
-
-
-def test_an_adopted_tensor_is_writable_and_private() -> None:
-    """The receiver may change it in place; the sender's buffer is another one."""
-    with paired() as pair:
-        source = bytearray(b"abcd" * 1000)
-        tensor = torch.frombuffer(pair.adopt(bytes(source)), dtype=torch.uint8)
-        source[:4] = b"...."
-        tensor += 1
-        assert bytes(tensor[:8].tolist()) == b"bcdebcde" and source[4:8] == b"abcd"
 
 
 ACTIONS = st.lists(
@@ -366,44 +278,7 @@ def test_blocks_are_released_once_and_never_early(actions: list[tuple[str, int]]
         assert pair.arena.used == pair.lender.lent == pair.lender.leases == pair.borrower.blocks == 0
 
 
-def test_a_message_of_tensors_works_over_blocks() -> None:
-    """The table of the inline channel over adopted blocks: bits, strides, types, sharing, and one release each."""
-    base = torch.arange(6000, dtype=torch.float64)
-    tensors = [
-        base.view(60, 100).t(),
-        base[100:200],
-        torch.randn(2000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
-        torch.ones(3000, dtype=torch.complex64).mul(2j).conj().requires_grad_(),
-        torch.ones(2, 8, 20, 20).contiguous(memory_format=torch.channels_last),
-    ]
-    with paired() as pair:
-        table, segments = describe_on_host(tensors)
-        blocks: list[Any] = [pair.adopt(bytes(segment)) for segment in segments]
-        taken = layout.rebuild(table, blocks)
-        blocks.clear()
-        for sent, got in zip(tensors, taken, strict=True):
-            assert torch.equal(sent, got) and sent.dtype is got.dtype and sent.requires_grad == got.requires_grad
-        assert taken[0].stride() == tensors[0].stride() and taken[4].stride() == tensors[4].stride()
-        assert taken[0].untyped_storage().data_ptr() == taken[1].untyped_storage().data_ptr()
-        del got, taken[0], taken[1:]
-        gc.collect()
-        assert pair.settle() == len(segments) - 1
-        assert torch.equal(taken[0], base[100:200])
-        taken.clear()
-        assert pair.settle() == 1
-        assert pair.arena.used == pair.lender.leases == 0
-
-
 # ---- the lender
-
-
-def test_a_copy_is_released_at_once() -> None:
-    """Copied out, the bytes are the receiver's own memory and the block is free as soon as the release arrives."""
-    with paired() as pair:
-        wire = pair.lend(b"x" * 5000)
-        taken = pair.borrower.adopt(wire, copy=True)
-        assert pair.loans == [1] and pair.settle() == 1 and pair.arena.used == 0
-        assert bytes(taken) == b"x" * 5000 and taken.flags.owndata and taken.flags.writeable
 
 
 def test_past_its_share_a_peer_is_asked_to_copy() -> None:
@@ -418,17 +293,6 @@ def test_past_its_share_a_peer_is_asked_to_copy() -> None:
         assert third is not None and third[1] is False
 
 
-def test_past_the_soft_limit_every_peer_is_asked_to_copy() -> None:
-    """When half of the arena is in use also a peer that holds little is asked."""
-    with paired(8 * MIB) as pair:
-        other = Lender(pair.arena)
-        small = other.lend(bytes(64 * KIB))
-        assert small is not None and small[1] is False
-        assert pair.lender.lend(bytes(3 * MIB)) and pair.lender.lend(bytes(MIB))
-        asked = other.lend(bytes(64 * KIB))
-        assert asked is not None and asked[1] is True
-
-
 def test_one_peer_cannot_take_all() -> None:
     """A peer that gives nothing back leaves room for the others, and the refusal is counted."""
     with paired(8 * MIB) as pair:
@@ -436,79 +300,6 @@ def test_one_peer_cannot_take_all() -> None:
             assert pair.lender.lent <= 6 * MIB
         assert pair.lender.refused == {"share": 1} and pair.lender.lent == 6 * MIB
         assert Lender(pair.arena).lend(bytes(512 * KIB)) is not None
-
-
-def test_refusals_are_counted_by_reason() -> None:
-    """Too large for the limit, nothing to lend, and an arena that is closed: None each time, nothing is kept."""
-    with paired(4 * MIB) as pair:
-        assert pair.lender.lend(bytes(5 * MIB)) is None
-        assert pair.lender.lend(b"") is None
-        pair.arena.close()
-        assert pair.lender.lend(bytes(1000)) is None
-        assert pair.lender.refused == {"limit": 1, "empty": 1, "closed": 1}
-        assert pair.lender.lent == pair.lender.leases == 0
-
-
-def unreadable(size: int) -> memoryview:
-    """A buffer of which no copy is to be had: its bytes do not lie one behind the other."""
-    return memoryview(bytes(2 * size))[::2]
-
-
-def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use() -> None:
-    """The lender asks first: until the peer has mapped it the bytes go another way, and no time is lost on a copy."""
-    with paired() as pair:
-        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 0)
-        assert pair.lender.lend(unreadable(3 * MIB), usable=lambda index: index == 0) is None
-        assert pair.lender.refused == {"not mapped": 1}
-        assert pair.arena.blocks == pair.lender.leases == 1 and pair.lender.lent == 3 * MIB
-        with pytest.raises(BufferError):
-            pair.lender.lend(unreadable(3 * MIB), usable=lambda index: index == 1)
-        lent = pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 1)
-        assert lent is not None and lent[0].segment == 1
-
-
-def test_cold_memory_is_taken_for_a_peer_that_will_have_mapped_it() -> None:
-    """It is asked once more after the copy; where it has not mapped it, or no memory came, nothing stays lent."""
-    with paired(kind=Arena) as pair:
-        lend = partial(pair.lender.lend, usable=lambda index: True)
-        assert lend(bytes(3 * MIB)) is None
-        assert (
-            lend(
-                bytes(3 * MIB),
-                usable=lambda index: False,
-                soon=lambda index: True,
-                cold=lambda: True,
-                confirm=lambda index: False,
-            )
-            is None
-        )
-        assert pair.lender.refused == {"cold": 1, "not mapped": 1} and pair.lender.lent == pair.arena.used == 0
-        lent = lend(bytes(4 * MIB), cold=lambda: True, confirm=lambda index: True)
-        assert lent is not None and pair.lender.lent == 4 * MIB
-
-
-def test_cold_memory_that_the_system_has_not_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the system had promised: the bytes go another way."""
-
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
-    monkeypatch.setattr(Mapping, "write", refuse)
-    with paired(kind=Arena) as pair:
-        assert pair.lender.lend(bytes(3 * MIB), cold=lambda: True, confirm=lambda index: True) is None
-        assert pair.lender.refused == {"memory: no memory": 1} and pair.lender.lent == pair.arena.used == 0
-
-
-def test_a_lease_that_never_left_is_taken_back() -> None:
-    """The frame was not sent: the block is free at once; taking it back again is an error."""
-    with paired() as pair:
-        block = Block(*pair.lend(b"x" * 100))
-        pair.lender.taken_back(block)
-        assert pair.arena.used == pair.lender.leases == pair.lender.lent == 0
-        with pytest.raises(ValueError, match="not lent"):
-            pair.lender.taken_back(block)
-        with pytest.raises(ProtocolError, match="not lent"):
-            pair.lender.released([block])
 
 
 GARBAGE: list[Any] = [
@@ -564,53 +355,6 @@ def test_a_retired_lender_keeps_its_leases() -> None:
         assert other is not None and bytes(view) == b"x" * 1000
         pair.lender.reclaim()
         assert pair.lender.leases == pair.lender.lent == 0 and pair.arena.blocks == 1
-
-
-def test_after_reclaiming_late_messages_are_nothing() -> None:
-    """Releases and returns that come after the end of the peer are dropped, not errors."""
-    with paired() as pair:
-        block = Block(*pair.lend(b"x" * 1000))
-        pair.lender.reclaim()
-        pair.lender.released([block])
-        pair.lender.taken_back(block)
-        pair.lender.reclaim()
-        assert pair.lender.lend(b"x") is None and pair.arena.used == 0
-
-
-def test_reclaiming_waits_for_a_copy_under_way() -> None:
-    """A peer that ends while a buffer is copied for it: that block is freed only after the copy, and not lent."""
-    blocks: list[int] = []
-
-    def during(copy: Callable[[], None]) -> None:
-        pair.lender.reclaim()
-        blocks.append(pair.arena.blocks)
-        copy()
-
-    with paired(2 * TOGETHER_SIZE, assist=during) as pair:
-        assert pair.lender.lend(bytes(TOGETHER_SIZE)) is None
-        assert blocks == [1]  # nobody else got it meanwhile
-        assert pair.arena.blocks == pair.lender.lent == 0
-
-
-def test_a_copy_that_fails_keeps_nothing() -> None:
-    """Its error is raised, and nothing stays lent."""
-    with paired() as pair:
-        with pytest.raises(BufferError):
-            pair.lender.lend(unreadable(1000))
-        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
-
-
-def test_an_arena_that_is_closed_before_the_copy_lends_nothing() -> None:
-    """No error: the bytes go another way."""
-
-    def close(index: int) -> bool:
-        pair.arena.close()
-        return True
-
-    with paired() as pair:
-        assert pair.lender.lend(b"x", usable=close) is None
-        assert pair.lender.refused == {"closed": 1}
-        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
 
 
 # ---- the borrower
@@ -751,20 +495,6 @@ def test_a_block_of_memory_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("folder", ["/dev/shm", None])
-def test_an_unnamed_file_can_be_lent_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str | None) -> None:
-    """Where memory files are refused files that cannot be sealed serve as well."""
-
-    def refuse(*arguments: object) -> int:
-        raise OSError(errno.EPERM, "refused")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setenv("AIORPC_SHM_DIR", folder or str(tmp_path))
-    with paired() as pair:
-        assert bytes(pair.adopt(b"abc" * 1000)) == b"abc" * 1000
-        assert pair.arena.segments[0].reserved
-
-
-@pytest.mark.parametrize("folder", ["/dev/shm", None])
 def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> None:
     """Of one that cannot be sealed blocks are read, and copied out: what is missing is an error, and no signal."""
     nonce = bytes(range(NONCE_SIZE))
@@ -783,51 +513,6 @@ def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> 
     finally:
         borrower.close()
         os.close(fd)
-
-
-def test_a_segment_is_mapped_once() -> None:
-    """Naming it again is nothing, with another nonce it breaks the protocol."""
-    with paired() as pair:
-        pair.lend(b"x")
-        segment = pair.arena.segments[0]
-        before = len(os.listdir("/proc/self/fd"))
-        map_all(pair.borrower, pair.arena.segments, os.getpid())
-        assert len(os.listdir("/proc/self/fd")) == before
-        with pytest.raises(ProtocolError, match="another one"):
-            pair.borrower.map(0, f"/proc/self/fd/{segment.fd}", segment.size, bytes(NONCE_SIZE))
-
-
-def test_mapping_does_not_fill_the_holes() -> None:
-    """The receiver's first look at a large segment takes no memory that the sender does not use."""
-    with paired() as pair:
-        pair.lend(b"x" * MIB)
-        assert MIB < pair.arena.resident < 2 * MIB < pair.arena.size
-
-
-def test_a_closed_borrower_leaves_adopted_memory_alone() -> None:
-    """Views stay readable, nothing is released or adopted any more, and the mapping goes with the last view."""
-    with paired() as pair:
-        wire = pair.lend(b"x" * 1000)
-        view = torch.from_numpy(pair.borrower.adopt(wire))
-        pair.borrower.close()
-        pair.arena.close()
-        assert bytes(view.numpy()) == b"x" * 1000
-        with pytest.raises(ProtocolError, match="not mapped"):
-            pair.borrower.adopt(wire)
-        mapped = sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        del view
-        assert sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines()) == mapped - 1
-        assert pair.borrower.drain() == [] and pair.borrower.held == 0 and not pair.borrower.borrowed
-
-
-def test_mapping_for_a_closed_borrower_is_refused() -> None:
-    """A mapping that was under way when it closed does not stay."""
-    with paired() as pair:
-        pair.lend(b"x")
-        pair.borrower.close()
-        with pytest.raises(ProtocolError, match="closed"):
-            map_all(pair.borrower, pair.arena.segments, os.getpid())
-        assert pair.borrower.segments == frozenset()
 
 
 # ---- processes
@@ -984,38 +669,186 @@ def test_a_peer_cannot_cut_the_memory() -> None:
             assert child.wait() == 0
 
 
-def test_a_forked_child_releases_nothing() -> None:
-    """Views that a fork copied die in the child without a word; those of the parent still count."""
-    with paired() as pair:
-        wire = pair.lend(b"x" * 1000)
-        views = [pair.borrower.adopt(wire)]
-
-        def drop(parent: Child) -> None:
-            readable = bytes(views[0]) == b"x" * 1000
-            views.clear()
-            gc.collect()
-            before = len(pair.borrower.drain())
-            pair.borrower.close()
-            pair.arena.close_in_child()
-            parent.send([readable, before, "memfd:aiorpc" in Path("/proc/self/maps").read_text()])
-
-        with forked(drop) as child:
-            assert child.receive() == [True, 0, False]
-            assert child.wait() == 0
-        assert pair.lender.leases == 1 and bytes(views[0]) == b"x" * 1000
-        views.clear()
-        assert pair.settle() == 1
+# --- a buffer that several peers get ----------------------------------------------------------------------------------
 
 
-def test_use_after_release_shows() -> None:
-    """With poison, a view made behind the borrower's back sees the fill, never old bytes."""
-    with paired() as pair:
-        wire = pair.lend(b"x" * 1000)
-        segment = pair.arena.segments[0]
-        stray = numpy.frombuffer(segment.mapping.memory, numpy.uint8, 1000, wire[1])
-        del segment
-        view = pair.borrower.adopt(wire)
-        assert bytes(stray) == bytes(view) == b"x" * 1000
-        del view
-        pair.settle()
-        assert set(bytes(stray)) == {POISON}
+SIZE = 2 << 20
+
+
+class CopiesPair:
+    """A lender and a borrower of this process, as of two ends of a link."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.lender = Lender(arena, share=0.9, soft=0.9, most=0.9)
+        self.borrower = Borrower(lambda: None)
+        segment = arena.segments[0]
+        self.borrower.map(0, f"/proc/self/fd/{segment.fd}", segment.size, segment.nonce)
+
+    def take(self, data: memoryview, copies: Copies) -> Bytes:
+        """What the borrower has of the data."""
+        lent = self.lender.lend(data, copies=copies)
+        assert lent is not None, self.lender.refused
+        return self.borrower.adopt(list(lent[0]), private=True)
+
+    def give_back(self) -> None:
+        """What the borrower has let go of is the lender's again."""
+        self.lender.released(self.borrower.drain())
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 << 20, poison=True)
+    made.grow(8 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pairs(arena: Arena) -> Iterator[list[CopiesPair]]:
+    made = [CopiesPair(arena) for _ in range(3)]
+    yield made
+    for pair in made:
+        pair.borrower.close()
+
+
+def test_all_get_one_block(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """It is counted once, and free when the last of them has released it, in whatever order."""
+    data = numpy.arange(SIZE, dtype=numpy.uint8)
+    view = data.data
+    copies = Copies(arena)
+    taken = {pair: pair.take(view, copies) for pair in pairs}
+    assert arena.blocks == 1
+    assert SIZE <= arena.used < SIZE + 4096 * 2
+    copies.close()
+    for pair in (pairs[1], pairs[0], pairs[2]):
+        assert arena.blocks == 1
+        assert numpy.array_equal(taken[pair], data)
+        del taken[pair]
+        pair.give_back()
+        assert pair.lender.leases == 0
+    assert (arena.blocks, arena.used) == (0, 0)
+
+
+def test_what_one_writes_the_others_do_not_see(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """Also not who gets the block later."""
+    data = numpy.zeros(SIZE, numpy.uint8).data
+    copies = Copies(arena)
+    first = pairs[0].take(data, copies)
+    second = pairs[1].take(data, copies)
+    first[:] = 1
+    second[SIZE // 2 :] = 2
+    third = pairs[2].take(data, copies)
+    assert (first.sum(), second[: SIZE // 2].sum(), third.sum()) == (SIZE, 0, 0)
+    copies.close()
+
+
+def test_a_peer_that_is_lost_gives_back_its_share(arena: Arena, pairs: list[CopiesPair]) -> None:
+    """And no more than that: the others still have theirs."""
+    copies = Copies(arena)
+    data = numpy.ones(SIZE, numpy.uint8).data
+    taken = [pair.take(data, copies) for pair in pairs]
+    copies.close()
+    pairs[0].lender.reclaim()
+    pairs[0].lender.reclaim()
+    assert arena.blocks == 1
+    assert taken[1].all()
+    pairs[1].lender.reclaim()
+    del taken[2]
+    pairs[2].give_back()
+    assert arena.blocks == 0
+
+
+# --- memory that is kept in the arena until somebody asks for it ------------------------------------------------------
+
+
+KEEPING_LIMIT = 64 * MIB
+KEEPING_SIZE = 300_000
+
+
+class Kept:
+    """A keeper with warm memory, a lender of the same arena, and what the keeper has said."""
+
+    def __init__(self, warm: int = 32 * MIB, **options: Any) -> None:
+        self.arena = Arena(KEEPING_LIMIT, segment_size=KEEPING_LIMIT, poison=True)
+        if warm:
+            self.arena.grow(warm)
+        self.cold: list[int] = []
+        self.told: list[int] = []
+        self.keeper = Keeper(self.arena, lambda: self.told.append(1), self.cold.append, **options)
+        self.lender = Lender(self.arena)
+        self.borrower = Borrower(lambda: None)
+        for segment in self.arena.segments:
+            self.borrower.map(segment.index, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.size, segment.nonce)
+
+    def keep(self, size: int = KEEPING_SIZE) -> Bytes:
+        """Memory with some bytes in it."""
+        array = self.keeper.keep(size)
+        assert array is not None
+        array[:] = numpy.arange(size, dtype=numpy.uint8)
+        return array
+
+    def lend(self, array: Bytes) -> Block:
+        """As a message would."""
+        lent = self.lender.lend(array.data, kept=self.keeper.find(array.data))
+        assert lent is not None, self.lender.refused
+        return lent[0]
+
+    def give_back(self) -> None:
+        """What the borrower has no more."""
+        self.lender.released(self.borrower.drain())
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.keeper.close()
+    made.borrower.close()
+    made.arena.close()
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_it_is_free_when_neither_end_has_it(kept: Kept, first: str) -> None:
+    """Whoever lets go of it first: the bytes stay as long as the other one has them."""
+    array = kept.keep()
+    expected = bytes(array)
+    there = kept.borrower.adopt(list(kept.lend(array)))
+    if first == "here":
+        del array
+        assert kept.keeper.collect()
+        assert bytes(there) == expected
+        del there
+        kept.give_back()
+    else:
+        del there
+        kept.give_back()
+        assert bytes(array) == expected
+        del array
+        assert kept.keeper.collect()
+    assert (kept.arena.used, kept.arena.blocks, kept.keeper.keeps, kept.lender.leases) == (0, 0, {}, 0)
+
+
+def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
+    """A block is lent to one peer once at a time, as each is given back once; another peer gets it meanwhile."""
+    array = kept.keep()
+    first, second = kept.lend(array), kept.lend(array)
+    assert first.offset != second.offset
+    other = Lender(kept.arena).lend(array.data, kept=kept.keeper.find(array.data))
+    assert other is not None and other[0] == first
+    for block in (first, second):
+        assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
+    kept.give_back()
+    assert kept.lender.leases == 0
+    assert kept.lend(array) == first
+
+
+def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:
+    """Its memory is mapped as long as somebody has it, and nothing is given back to an arena that is closed."""
+    array = kept.keep()
+    expected = bytes(array)
+    kept.arena.close()
+    assert bytes(array) == expected
+    del array
+    assert kept.keeper.collect()
+    kept.keeper.close()
+    assert not kept.keeper.collect()

@@ -258,9 +258,3 @@ def test_what_cannot_be_opened_says_why(host: Host, events: list[Signal]) -> Non
     others.clear()
     gc.collect()
     assert refusal([gone])
-
-
-def test_memory_that_others_could_cut_is_not_mapped(events: list[Signal], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without seals: whoever cut it would end all that map it."""
-    monkeypatch.setattr(signals, "check_file", lambda *arguments: False)
-    assert "not sealed" in refusal([events[0].handle])

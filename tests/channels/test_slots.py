@@ -8,12 +8,12 @@ import mmap
 import os
 from collections.abc import Callable
 
-import numpy
 import pytest
 
 from aiorpc.channels import segments
-from aiorpc.channels.arena import ALIGN, Arena, lay_out
-from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView, copy_all
+from aiorpc.channels.arena import Arena
+from aiorpc.channels.descriptors import Descriptors
+from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView
 from aiorpc.channels.space import MIB, PAGE
 from aiorpc.errors import ProtocolError
 
@@ -56,27 +56,6 @@ def test_a_slot_whose_memory_can_be_taken_away_is_none() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("least", [MIB, 64 * MIB], ids=["two threads", "one"])
-def test_buffers_are_copied_to_their_places(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long and short ones, aligned, by one thread or two."""
-    helped: list[str] = []
-
-    def assist(run: Callable[[], None]) -> None:
-        helped.append("once")
-        run()
-
-    monkeypatch.setattr("aiorpc.channels.slots.TWO_THREADS_SIZE", least)
-    buffers = [bytes([number]) * length for number, length in enumerate((1, 100, 5 * MIB, 0, 64, 9 * MIB), 1)]
-    spans, size = lay_out(map(len, buffers))
-    assert all(start % ALIGN == 0 for start, _ in spans)
-    target = numpy.zeros(size, numpy.uint8)
-    arena = Arena(MIB, assist=assist)
-    copy_all(arena, buffers, spans, target)
-    arena.close()
-    assert [target[start : start + length].tobytes() for start, length in spans] == buffers
-    assert len(helped) == (size >= least)
-
-
 def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
     """What one reader writes neither the slot nor another reader has; once forgotten, nor has he."""
     slots = SharedSlots(Arena(16 * MIB))
@@ -99,31 +78,6 @@ def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
     assert mine.adopt(SIZE, lambda: None)[0] == 2
     del other
     gc.collect()
-    slots.close()
-
-
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("count", [0, 1, 300])
-def test_what_was_written_is_forgotten_wherever_it_is(count: int, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nowhere, in one page, in many apart from each other; also where the system cannot say which ones."""
-    slots = SharedSlots(Arena(16 * MIB))
-    slot = slots.take(SIZE)
-    assert slot is not None
-    slot.bytes(SIZE)[:] = 1
-    if not scan:
-        monkeypatch.setattr(segments, "_PAGEMAP_SCAN", 0)
-    view = view_of(slot)
-    array = view.adopt(SIZE, lambda: None)
-    assert array.sum() == SIZE  # all of its pages are mapped
-    places = numpy.arange(count) * 2 * PAGE
-    array[places] = 7
-    array[-1:] += 6 * (count > 0)
-    del array
-    view.forget()
-    slot.bytes(SIZE)[:] = 2
-    array = view.adopt(SIZE, lambda: None)
-    assert (array == 2).all()
-    del array
     slots.close()
 
 
@@ -168,3 +122,71 @@ def test_slots_are_used_again_and_keep_to_the_limit() -> None:
     again.trim()
     assert again.size == 0 and again.numbers() == []
     again.close()
+
+
+# --- the budget of descriptors ----------------------------------------------------------------------------------------
+
+
+DESCRIPTORS_SIZE = 5 * MIB
+
+
+def test_a_share_ends_with_who_has_it() -> None:
+    """There are as many as the limit says, which may change; the first that does without is told of, once."""
+    limit, told = 2, list[int]()
+    descriptors = Descriptors(lambda: limit, told.append)
+    shares = [descriptors.take(), descriptors.take(), descriptors.take()]
+    assert [share is not None for share in shares] == [True, True, False] and descriptors.used == 2
+    shares.pop(0)
+    assert descriptors.used == 1
+    limit = 1
+    assert descriptors.take() is None
+    descriptors.refused()
+    descriptors.refused()
+    assert told == [1]
+
+
+def test_a_slot_has_one_descriptor_and_gives_it_back() -> None:
+    """Also of the files that stay open for arrays over them, until these have gone."""
+    before = len(os.listdir("/proc/self/fd"))
+    descriptors = Descriptors()
+    slots = SharedSlots(Arena(64 * MIB), descriptors)
+    slot = slots.take(DESCRIPTORS_SIZE)
+    assert slot is not None
+    assert len(os.listdir("/proc/self/fd")) == before + 1 and descriptors.used == 1
+    array = slot.bytes(DESCRIPTORS_SIZE)
+    slots.close()
+    del slot
+    array[:] = 1
+    del array
+    assert len(os.listdir("/proc/self/fd")) == before and descriptors.used == 0
+
+
+def test_free_slots_are_given_back_at_once_where_descriptors_are_wanted() -> None:
+    """For one that they are too small for; where all are in use there is none, and nothing is open that was not."""
+    told: list[int] = []
+    slots = SharedSlots(Arena(64 * MIB), Descriptors(lambda: 2, told.append))
+    small = [slots.take(MIB), slots.take(MIB)]
+    assert None not in small and slots.take(MIB) is None and told == [2]
+    for slot in small:
+        assert slot is not None
+        slots.give(slot)
+    large = slots.take(DESCRIPTORS_SIZE)
+    assert large is not None and len(slots.numbers()) == 2
+    slots.close()
+
+
+def test_free_slots_are_few() -> None:
+    """However many versions there were, each longer than the one before: what nobody needs is closed by others."""
+    later: list[Callable[[], None]] = []
+    arena = Arena(512 * MIB)
+    slots = SharedSlots(arena, Descriptors(), later.append)
+    for number in range(40):
+        slot = slots.take((number + 1) * 100_000)
+        assert slot is not None
+        slots.give(slot)
+    assert len(slots.numbers()) <= 5
+    for work in later:
+        work()
+    held = slots.size
+    assert arena.set_aside(arena.limit - held) and not arena.set_aside(1)
+    slots.close()

@@ -6,20 +6,32 @@ which device are current, when, and what is made to wait.
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from aiorpc.channels.cuda_runtime import (
+    HANDLE_SIZE,
+    SIGNATURES,
+    CudaRuntime,
+    MemoryHandle,
+    bundled_libraries,
+    choose_library,
+    find_library,
+    mapped_libraries,
+    open_runtime,
+)
 from aiorpc.channels.torch_accelerator import (
     KNOWN_STREAMS,
-    PINNED_DETOUR,
-    POOL_STREAMS,
     TorchAccelerator,
     find_accelerator,
 )
@@ -98,20 +110,6 @@ def test_without_a_device_there_is_none() -> None:
     assert find_accelerator() is None
 
 
-def test_the_devices_are_those_that_torch_calls_its_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where these are not CUDA's: with streams and events, and without memory that processes share."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
-    found = find_accelerator()
-    assert found is not None
-    assert (found.kind, found.count(), found.interprocess) == ("xpu", 3, None)
-
-
-def test_it_knows_torchs_module_of_a_kind() -> None:
-    """CUDA's module is looked up by name, and importing it takes no device."""
-    assert TorchAccelerator("cuda").count() == torch.cuda.device_count()
-
-
 def test_streams_are_current_inside_and_nothing_has_changed_outside(
     accelerator: TorchAccelerator, devices: Devices
 ) -> None:
@@ -129,38 +127,12 @@ def test_entering_leaves_the_current_device_alone(accelerator: TorchAccelerator,
     assert devices.state() == (0, [0, 0])
 
 
-def test_entered_nests_and_can_be_used_again(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """The same object within itself and after itself, and another one in between."""
-    guard = accelerator.entered([Lane(0, 1), Lane(1, 1)])
-    for _ in range(2):
-        with guard:
-            with accelerator.entered([Lane(0, 2)]), guard:
-                assert devices.state() == (0, [1, 1])
-            assert devices.state() == (0, [1, 1])
-        assert devices.state() == (0, [0, 0])
-
-
 def test_a_stream_that_cannot_be_set_leaves_all_as_it_was(accelerator: TorchAccelerator, devices: Devices) -> None:
     """What was entered before the failure is left again."""
     devices.broken = Lane(1, 2)
     with pytest.raises(RuntimeError, match="no such stream"), accelerator.entered([Lane(0, 1), devices.broken]):
         raise AssertionError("entered")
     assert devices.state() == (0, [0, 0])
-
-
-def test_an_error_inside_leaves_the_streams(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """As a handler that raises."""
-    with pytest.raises(KeyError), accelerator.entered([Lane(1, 2)]):
-        raise KeyError
-    assert devices.state() == (0, [0, 0])
-
-
-def test_fresh_streams_come_in_turn(accelerator: TorchAccelerator, devices: Devices) -> None:
-    """As many as torch's pool has, each device's own."""
-    first = [accelerator.fresh(0) for _ in range(POOL_STREAMS)]
-    assert len({lane.stream_id for lane in first}) == POOL_STREAMS
-    assert [accelerator.fresh(0) for _ in range(POOL_STREAMS)] == first
-    assert accelerator.fresh(1).device_index == 1
 
 
 def test_the_current_stream_is_that_of_now(accelerator: TorchAccelerator, devices: Devices) -> None:
@@ -223,65 +195,133 @@ def test_memory_made_in_inference_mode_can_be_written_outside_of_it(host: TorchA
     assert (memory.dtype, memory.shape, memory.tolist()) == (torch.uint8, (8,), list(range(8)))
 
 
-@dataclass
-class Memory:
-    """In place of a tensor: where it lies, and what was copied into it."""
-
-    place: str
-    size: int = 100
-    copies: list[tuple[str, bool]] = field(default_factory=list)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda:0" if self.place == "device" else "cpu")
-
-    def numel(self) -> int:
-        return self.size
-
-    def is_pinned(self) -> bool:
-        return self.place == "pinned"
-
-    def copy_(self, source: Memory, non_blocking: bool = False) -> Memory:
-        self.copies.append((source.place, non_blocking))
-        return self
+# --- cuda's runtime library by ctypes, without a device ---------------------------------------------------------------
 
 
-class Copying(TorchAccelerator):
-    """Makes a note of what is kept, on which stream, and of which streams were current at a copy."""
+# Where NVIDIA's installers put it. A process whose torch has no CUDA may load any: there is no other to get in its way.
+INSTALLED = "/usr/local/cuda*/lib*/libcudart.so.1[23]"
 
-    def __init__(self) -> None:
-        super().__init__("cuda", module=Devices())
-        self.kept: list[tuple[str, Lane]] = []
 
-    def pinned(self, size: int) -> Any:
-        return Memory("pinned", size)
+def library_path() -> str | None:
+    """torch's own, or one that is installed."""
+    return find_library() or next(iter(sorted(glob.glob(INSTALLED))), None)
 
-    def keep(self, carrier: Any, stream: Lane) -> None:
-        self.kept.append((carrier.place, stream))
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """A real runtime library."""
+    path = library_path()
+    if path is None:
+        pytest.skip("no CUDA runtime library on this machine")
+    return ctypes.CDLL(path)
+
+
+@pytest.fixture
+def runtime(library: ctypes.CDLL) -> CudaRuntime:
+    """Calls reach the real library at once."""
+    return CudaRuntime(library, device=lambda index: nullcontext(), current=lambda: -1)
+
+
+without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def test_the_library_has_each_function(library: ctypes.CDLL) -> None:
+    """By the names in the table."""
+    missing = [name for name in SIGNATURES if not hasattr(library, name)]
+    assert not missing
+
+
+def test_a_handle_has_the_size_that_the_driver_writes() -> None:
+    """64 bytes; any less and the driver would write behind it."""
+    assert ctypes.sizeof(MemoryHandle) == HANDLE_SIZE == 64
+    assert bytes(MemoryHandle.from_buffer_copy(bytes(range(64)))) == bytes(range(64))
+
+
+@without_device
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("cudaGetDeviceCount", lambda runtime: runtime.count()),
+        ("cudaMalloc", lambda runtime: runtime.allocate(3, 1)),
+        ("cudaFree", lambda runtime: runtime.free(3, 1 << 40)),
+        ("cudaIpcGetMemHandle", lambda runtime: runtime.export(3, 1 << 40)),
+        ("cudaIpcOpenMemHandle", lambda runtime: runtime.open(3, bytes(64))),
+        ("cudaIpcCloseMemHandle", lambda runtime: runtime.close(3, 1 << 40)),
+    ],
+)
+def test_an_error_names_call_device_and_reason(runtime: CudaRuntime, name: str, act: Any) -> None:
+    """In the library's own words, with the number; nothing crashes on what it is given."""
+    with pytest.raises(RuntimeError, match=rf"^{name}( on cuda:3)?: \w.* \(cudaError\w+, [1-9]\d*\)$") as caught:
+        act(runtime)
+    assert ("on cuda:3" in str(caught.value)) == (name != "cudaGetDeviceCount")
+
+
+@pytest.mark.parametrize("size", [0, 63, 65])
+def test_a_handle_of_another_size_is_refused(runtime: CudaRuntime, size: int) -> None:
+    """Before the driver sees it."""
+    with pytest.raises(RuntimeError, match=f"64 bytes, not {size}"):
+        runtime.open(0, bytes(size))
+    with pytest.raises(RuntimeError, match=f"64 bytes, not {size}"):
+        runtime.open_events(0, [bytes(size)])
+
+
+MAPS = """\
+7f00-7f01 r-xp 00000000 00:22 17 /venv/my packages/nvidia/cu13/lib/libcudart.so.13
+7f01-7f02 r--p 00000000 00:22 17 /venv/my packages/nvidia/cu13/lib/libcudart.so.13
+7f02-7f03 r--p 00000000 00:22 18 /other/libcudart-d0da41ae.so.12.4.1
+7f03-7f04 r--p 00000000 00:22 19 /gone/libcudart.so.13 (deleted)
+7f04-7f05 r--p 00000000 00:22 20 /usr/lib/libc.so.6
+7f05-7f06 rw-p 00000000 00:00 0
+7f06-7f07 r--p 00000000 00:22 20 /usr/lib/libcudart_helper/notes.txt
+"""
+
+
+def test_mapped_libraries_are_found_once_each() -> None:
+    """Names with a space or a hash too; a file that was deleted cannot be opened again."""
+    assert mapped_libraries(MAPS.splitlines(keepends=True)) == [
+        "/venv/my packages/nvidia/cu13/lib/libcudart.so.13",
+        "/other/libcudart-d0da41ae.so.12.4.1",
+    ]
+
+
+def test_bundled_libraries_are_those_of_torchs_version(tmp_path: Path) -> None:
+    """In the folders of NVIDIA's wheels, and in torch's own."""
+    names = ["nvidia/cu13/lib/libcudart.so.13", "nvidia/cu13/lib/libcudart_static.a", "torch/lib/libc10.so"]
+    names += ["nvidia/cuda_runtime/lib/libcudart.so.12", "torch/lib/libcudart-d0da41ae.so.12.4.1"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert bundled_libraries(tmp_path, "13") == [str(tmp_path / names[0])]
+    assert bundled_libraries(tmp_path, "12") == [str(tmp_path / names[3]), str(tmp_path / names[4])]
+    assert bundled_libraries(tmp_path, "11") == []
 
 
 @pytest.mark.parametrize(
-    ("target", "source", "size", "copied"),
+    ("mapped", "bundled", "chosen"),
     [
-        ("device", "device", 100, ("device", True)),
-        ("device", "pinned", 100, ("pinned", True)),
-        ("pinned", "device", 100, ("device", True)),
-        ("device", "ordinary", PINNED_DETOUR, ("pinned", True)),
-        ("device", "ordinary", PINNED_DETOUR + 1, ("ordinary", False)),
-        ("ordinary", "device", 100, ("device", False)),
+        (["/a/libcudart.so.13"], [], "/a/libcudart.so.13"),
+        (["/b/libcudart.so.12", "/a/libcudart.so.13"], [], "/a/libcudart.so.13"),
+        (["/b/libcudart.so.13", "/a/libcudart.so.13"], ["/a/libcudart.so.13"], "/a/libcudart.so.13"),
+        (["/b/libcudart.so.12"], ["/a/libcudart.so.13"], None),
+        ([], ["/a/libcudart.so.13"], "/a/libcudart.so.13"),
+        ([], [], None),
     ],
 )
-def test_only_ordinary_memory_makes_a_copy_wait(target: str, source: str, size: int, copied: tuple[str, bool]) -> None:
-    """All else is enqueued, and what lies on a device is kept until it is done."""
-    accelerator = Copying()
-    into: Any = Memory(target, size)
-    accelerator.move(into, Memory(source, size), Lane(0, 3))  # type: ignore[arg-type]  # in place of a tensor
-    assert into.copies == [copied]
-    assert accelerator.kept == [("device", Lane(0, 3))] * [target, source].count("device")
+def test_no_second_runtime_is_opened(mapped: list[str], bundled: list[str], chosen: str | None) -> None:
+    """What is mapped and fits comes first; with others mapped and none that fits nothing is guessed."""
+    assert choose_library(mapped, bundled, "13") == chosen
 
 
-def test_nothing_is_enqueued_for_no_bytes() -> None:
-    """Empty memory cannot be pinned."""
-    into: Any = Memory("device", 0)
-    Copying().move(into, Memory("ordinary", 0), Lane(0, 3))  # type: ignore[arg-type]  # in place of a tensor
-    assert into.copies == []
+@pytest.mark.parametrize("content", [b"no library", None])
+def test_a_library_that_is_none_is_left_alone(tmp_path: Path, content: bytes | None) -> None:
+    """Not to be loaded, or without the functions: the channel then does without it."""
+    path = tmp_path / "libcudart.so.13"
+    if content is not None:
+        path.write_bytes(content)
+    assert open_runtime(str(path)) is None
+
+
+def test_a_library_without_the_functions_is_left_alone() -> None:
+    """Such as the C library, which is always there."""
+    assert ctypes.CDLL("libc.so.6")
+    assert open_runtime("libc.so.6") is None

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from aiorpc.errors import ProtocolError
-from tests.fuzz import corpora, live
+from tests.fuzz import corpora
 from tests.fuzz.mutations import mutate
-from tests.fuzz.targets import TARGETS, Target, Taste, simple
+from tests.fuzz.targets import TARGETS, Target
 from tests.fuzz.trap import PAYLOAD, Sprung, nothing_unpickled
 
 ROOT = Path(__file__).parents[2]
@@ -66,69 +60,3 @@ def test_unpickling_springs_the_trap() -> None:
     with nothing_unpickled(), pytest.raises(Sprung):
         pickle.loads(harmless)
     assert pickle.loads(harmless) == 1
-
-
-def target_of(taste: Taste) -> Target:
-    """A target for such a function."""
-    return Target("of a test", "", (ProtocolError,), simple(taste), list)
-
-
-def test_undocumented_error_is_a_finding() -> None:
-    """A documented one is a refusal."""
-
-    def taste(data: bytes) -> None:
-        raise ProtocolError if data else KeyError
-
-    target = target_of(taste)
-    with target.open() as opened:
-        assert not target.taste(opened, b"x")
-        with pytest.raises(KeyError):
-            target.taste(opened, b"")
-
-
-def test_unpickling_is_a_finding() -> None:
-    """Whatever the input is."""
-
-    def taste(data: bytes) -> None:
-        try:
-            pickle.loads(data)
-        except Exception as error:
-            raise ProtocolError from error
-
-    target = target_of(taste)
-    with target.open() as opened, pytest.raises(Sprung):
-        target.taste(opened, PAYLOAD)
-
-
-def test_fault_that_the_runtime_reports_is_a_finding() -> None:
-    """A callback of the loop that raises while an input is tried."""
-
-    @contextmanager
-    def victim() -> Iterator[live.Victim]:
-        made = live.Victim(False)
-        try:
-            yield made
-        finally:
-            made.close()
-
-    with victim() as opened:
-        opened.shoot(b"")
-        opened.on_loop(lambda: 1 / 0)
-        with pytest.raises(AssertionError, match="ZeroDivisionError"):
-            opened.shoot(b"")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.time_limit(300)
-def test_command_fuzzes_and_reports(tmp_path: Path) -> None:
-    """`python -m tests.fuzz`: a line for the target, and the report adds up over two runs."""
-    path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.fuzz", "families", "--inputs", "2000", "--seed", "1", "--report", str(path)]
-    for runs in (1, 2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "families" in done.stdout and "none" in done.stdout
-        report = json.loads(path.read_text())
-        assert report["inputs"] >= 1000 * runs and report["findings"] == 0
-        assert report["targets"]["families"]["allowed"] == ["ProtocolError"]

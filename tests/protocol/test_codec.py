@@ -32,15 +32,10 @@ from aiorpc.protocol.codec import (
     decode_values,
     dumps,
     encode_values,
-    find_main,
-    load_main,
-    load_reference,
-    load_tensor,
     loads,
 )
 from aiorpc.protocol.messages import Reply, Values, read_values, write
 from aiorpc.protocol.packing import pack, unpack
-from aiorpc.protocol.reductions import is_dense
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 
 
@@ -178,13 +173,6 @@ def test_values_arrive_equal_and_of_their_type(value: Any) -> None:
         assert repr(arrived) == repr(value)  # tells 0.0 from -0.0 and True from 1
 
 
-def test_nan_arrives() -> None:
-    """NaN equals nothing, and arrives all the same."""
-    alone, inside = travel(float("nan"), [float("nan")])
-    assert math.isnan(alone)
-    assert math.isnan(inside[0])
-
-
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -217,14 +205,6 @@ def test_sent_values_are_not_touched(sent: list[Any]) -> None:
     encode_values(sent, Outgoing())
     assert repr(sent) == before
     assert [id(value) for value in sent] == ids
-
-
-def test_plain_values_are_not_pickled() -> None:
-    """What msgpack brings back as itself costs no pickle, and what it would change is pickled."""
-    plain = again(encode_values([1, "a", None, 1.5, b"b", True], Outgoing()))
-    assert plain == again(Values([1, "a", None, 1.5, b"b", True]))
-    said = encode_values([1, 1 << 64, "\ud800", (1,), Level.LOW], Outgoing())
-    assert (said.values, said.tensors_at, said.opaque_at) == ([1, None, None, None, None], [], [1, 2, 3, 4])
 
 
 def test_shared_objects_stay_shared() -> None:
@@ -283,13 +263,6 @@ def test_a_function_of_no_module_travels_without_a_look_into_all_of_them(monkeyp
     assert (times(2), twice(2), times.__name__, times.__module__) == (6, 18, "times", None)
     assert travel(times)[0](5) == 15
     assert not {"times", "twice"}.intersection(asked)
-
-
-def test_named_functions_travel_by_name() -> None:
-    """A module's function arrives as the very same object, and its pickle is short."""
-    (function,) = travel(travel)
-    assert function is travel
-    assert len(dumps(travel, Outgoing())) < 200
 
 
 MAIN = """
@@ -384,13 +357,6 @@ def test_classes_travel_by_value_with_their_annotations() -> None:
     assert missing.__forward_arg__ == "Absent | None"
 
 
-def test_main_lookup() -> None:
-    """What the main module does not define is not found, and loading it says what is missing."""
-    assert find_main("no.such.name") is None
-    with pytest.raises(AttributeError, match="defines no 'no_such_name'"):
-        load_main("no_such_name")
-
-
 # --- what cannot travel -----------------------------------------------------------------------------------------------
 
 
@@ -445,17 +411,6 @@ def test_too_deep_nesting_is_a_serialization_error() -> None:
     assert travel([1]) == [[1]]
 
 
-def test_object_that_cannot_be_rebuilt_raises_what_it_raises() -> None:
-    """Errors of unpickling are those of the value's own code."""
-
-    class Broken:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return int, ("no number",)
-
-    with pytest.raises(ValueError, match="no number"):
-        travel(Broken())
-
-
 # --- numpy ------------------------------------------------------------------------------------------------------------
 
 ARRAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
@@ -487,86 +442,7 @@ def test_arrays_arrive_writable(name: str) -> None:
     assert arrived.flags.writeable
 
 
-def test_array_bytes_leave_the_pickle() -> None:
-    """A contiguous array's bytes are lent, not copied into the pickle."""
-    array = np.zeros(100_000, dtype=np.uint8)
-    out = Outgoing()
-    said = encode_values([[array]], out)
-    assert said.pickled is not None
-    assert len(said.pickled) < 1000
-    assert said.buffers == len(out.buffers) == 1
-    array[0] = 7
-    assert memoryview(out.buffers[0])[0] == 7
-
-
-def test_shared_array_stays_shared() -> None:
-    """One array given twice is one array at the receiver."""
-    array = np.arange(5)
-    first, second = travel(array, [array])
-    assert second[0] is first
-
-
-def test_numpy_scalars_and_generators_arrive() -> None:
-    """Numbers keep their numpy type; a random generator goes on where it was."""
-    generator = np.random.default_rng(1)
-    number, arrived = travel(np.float32(1.5), generator)
-    assert type(number) is np.float32
-    assert arrived.random() == generator.random()
-
-
 # --- tensors inside of values -----------------------------------------------------------------------------------------
-
-
-def test_tensors_leave_the_body_wherever_they_are() -> None:
-    """Dense tensors are collected in order: alone, in containers, in dataclasses, in modules; equal on arrival."""
-    tensors = [torch.arange(3) + index for index in range(4)]
-    out = Outgoing()
-    module = torch.nn.Linear(2, 1)
-    encode_values([tensors[0], {"a": (tensors[1],)}, Config("c", [], tensors[2]), tensors[3], module], out)
-    assert [id(tensor) for tensor in out.tensors[:2]] == [id(tensors[0]), id(tensors[3])]
-    assert {id(tensor) for tensor in out.tensors} >= {id(tensor) for tensor in (*tensors, module.weight, module.bias)}
-    arrived = travel(tensors[0], {"a": (tensors[1],)}, Config("c", [], tensors[2]), tensors[3])
-    assert torch.equal(arrived[0], tensors[0])
-    assert torch.equal(arrived[1]["a"][0], tensors[1])
-    assert torch.equal(arrived[2].weight, tensors[2])
-    assert torch.equal(arrived[3], tensors[3])
-
-
-def test_same_tensor_in_a_container_is_one_object() -> None:
-    """A tensor that a container holds twice is one tensor at the receiver."""
-    tensor = torch.ones(3)
-    (arrived,) = travel([tensor, tensor])
-    assert arrived[0] is arrived[1]
-
-
-class Sub(torch.Tensor): ...
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own
-def test_other_kinds_of_tensors_are_taken_apart() -> None:
-    """Sparse, quantised, meta and subclassed tensors are not dense; what is dense in them leaves the pickle."""
-    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-    kinds = {
-        "coo": dense.to_sparse(),
-        "csr": dense.to_sparse_csr(),
-        "quantised": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
-        "subclass": dense.as_subclass(Sub),
-        "meta": dense.to("meta"),
-    }
-    out = Outgoing()
-    encode_values(list(kinds.values()), out)
-    assert all(is_dense(tensor) for tensor in out.tensors), "parts are dense"
-    arrived = dict(zip(kinds, travel(*kinds.values()), strict=True))
-    for name, tensor in kinds.items():
-        assert not is_dense(tensor)
-        assert type(arrived[name]) is type(tensor)
-        assert arrived[name].layout is tensor.layout
-        assert arrived[name].shape == tensor.shape
-    assert torch.equal(arrived["coo"].to_dense(), dense)
-    assert torch.equal(arrived["csr"].to_dense(), dense)
-    assert torch.equal(arrived["quantised"].dequantize(), kinds["quantised"].dequantize())
-    assert torch.equal(arrived["subclass"], dense)
-    assert arrived["meta"].is_meta
 
 
 # --- broken messages --------------------------------------------------------------------------------------------------
@@ -603,56 +479,11 @@ def test_positions_that_do_not_fit(fields: dict[str, Any]) -> None:
         decode_values(again(Values([None], **fields)), Incoming([torch.ones(1)], ()), [])
 
 
-class Reference:
-    """What an RRef is to a message: it goes along beside the values."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def _travel(self, out: Outgoing, position: int) -> None:
-        if self.number < 0:
-            raise RuntimeError("it is broken")
-        out.references.append(PassedReference(ReferenceId(0, self.number), 0, ReferenceId(0, 0), position))
-
-
-def test_references_that_are_values_need_no_pickle() -> None:
-    """They stand in their places again, among values of all kinds."""
-    out = Outgoing()
-    said = encode_values([1, Reference(7), torch.ones(1), [2], Reference(8)], out)
-    assert [passed.rref.number for passed in said.references] == [7, 8]
-    arrived = decode_values(again(said), Incoming(out.tensors, ["seven", "eight"]), [])
-    assert [arrived[0], arrived[1], arrived[3], arrived[4]] == [1, "seven", [2], "eight"]
-
-
-def test_reference_that_cannot_travel_is_named() -> None:
-    """As other values that cannot be sent: its position, and what it says itself."""
-    with pytest.raises(SerializationError, match="it is broken") as caught:
-        encode_values([1, Reference(-1)], Outgoing())
-    assert caught.value.position == 1
-
-
 def test_reference_without_a_place() -> None:
     """A position that no value has is a ProtocolError."""
     said = again(Values([None], references=[PassedReference(ReferenceId(0, 1), 0, ReferenceId(1, 1), 2)]))
     with pytest.raises(ProtocolError, match="no place"):
         decode_values(said, Incoming([], ["one"]), [])
-
-
-@pytest.mark.parametrize("load", [load_tensor, load_reference])
-def test_out_of_band_loaders_need_a_message(load: Callable[[int], Any]) -> None:
-    """Outside of a message there is nothing to refer to."""
-    with pytest.raises(ProtocolError, match="outside of a message"):
-        load(0)
-
-
-def test_unsend_undoes_once() -> None:
-    """What encoding did elsewhere is undone once, however often that is asked for."""
-    undone: list[int] = []
-    out = Outgoing()
-    out.on_unsent += [lambda: undone.append(1), lambda: undone.append(2)]
-    out.unsend()
-    out.unsend()
-    assert undone == [1, 2]
 
 
 def test_many_threads_pack_at_once() -> None:
@@ -671,13 +502,6 @@ def test_many_threads_pack_at_once() -> None:
     for thread in threads:
         thread.join(30)
     assert not wrong
-
-
-def test_packer_is_usable_after_a_failure() -> None:
-    """A message that cannot be packed leaves nothing behind in the next one."""
-    with pytest.raises(TypeError):
-        pack([1, object()])
-    assert unpack(pack([2])) == [2]
 
 
 def test_code_that_another_version_of_python_has_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

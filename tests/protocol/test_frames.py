@@ -98,24 +98,6 @@ def test_frames_come_back_however_the_stream_is_cut(frames: list[Frame], data: s
     assert plain(found) == plain(frames)
 
 
-def test_frames_come_back_one_byte_at_a_time() -> None:
-    """A stream that arrives byte by byte gives the same frames, each with its last byte and not before."""
-    frames = [
-        Frame(Kind.CALL, 1, b"body"),
-        Frame(Kind.REPLY, 2, b"", [bytearray(b"abc"), bytearray(), bytearray(b"d")]),
-        Frame(Kind.ITEM, 3, b"x" * 300, [bytearray(bytes(range(256)) * (DIRECT_SIZE // 256)), bytearray(b"tail")]),
-        Frame(Kind.CANCEL, (1 << 64) - 1, b""),
-    ]
-    decoder = make_decoder()
-    found: list[Frame] = []
-    for number, frame in enumerate(frames):
-        stream = on_the_wire([frame])
-        assert put(decoder, stream[:-1], most=1) == []
-        found += put(decoder, stream[-1:])
-        assert len(found) == number + 1
-    assert plain(found) == plain(frames)
-
-
 @given(frames_of_any_kind, st.data())
 def test_truncated_stream_gives_nothing(frame: Frame, data: st.DataObject) -> None:
     """A frame that is cut short is not handed out, and is no error either: the rest may still come."""
@@ -206,19 +188,6 @@ def test_what_is_only_announced_takes_no_memory(head: bytes) -> None:
     assert resident() - before < 4 * (2 * len(head) + 2 * huge_page)
 
 
-def test_a_connection_that_brings_little_takes_little() -> None:
-    """What is read at once is much, for bursts; pages of it that nothing came to are none."""
-    frames = on_the_wire([Frame(Kind.CALL, 1, b"x" * 300)] * 3)
-    before = resident()
-    decoders = []
-    for _ in range(200):
-        decoder = make_decoder()
-        assert len(put(decoder, frames)) == 3
-        decoders.append(decoder)
-    assert resident() - before < len(decoders) * READ_SIZE / 4
-    assert all(memory_of(decoder) == READ_SIZE for decoder in decoders)
-
-
 def test_memory_of_a_long_body_grows_with_what_comes() -> None:
     """At every point it is at most twice what has come, and a constant; the frame is whole in the end."""
     size = 64 << 20
@@ -261,28 +230,6 @@ def test_limits_can_be_raised_on_the_way() -> None:
     assert plain(put(decoder, on_the_wire([large]))) == plain([large])
 
 
-def test_limits_are_inclusive() -> None:
-    """A body and a segment of exactly the limit pass."""
-    decoder = FrameDecoder(max_body=10, max_segment=10)
-    frame = Frame(Kind.CALL, 1, b"b" * 10, [bytearray(b"s" * 10)])
-    assert plain(put(decoder, on_the_wire([frame]))) == plain([frame])
-
-
-def test_large_segments_are_received_into_their_own_memory() -> None:
-    """Each large segment's memory is made once, of its exact size, when its first byte is due, and read into."""
-    allocator = Allocator()
-    decoder = make_decoder(allocator)
-    sizes = [3 * READ_SIZE, 5, 0, 2 * READ_SIZE + 1]
-    sent = [bytearray((index + at) % 251 for at in range(size)) for index, size in enumerate(sizes)]
-    stream = on_the_wire([Frame(Kind.CALL, 1, b"body", sent), Frame(Kind.CALL, 2, b"next")])
-    head = len(stream) - sum(sizes) - HEAD.size - 4
-    put(decoder, stream[: head + 10])
-    assert allocator.asked == sizes[:1]
-    assert len(decoder.get_buffer()) == sizes[0] - 10
-    assert plain(put(decoder, stream[head + 10 :])) == plain([Frame(Kind.CALL, 1, b"body", sent), Frame(4, 2, b"next")])
-    assert allocator.asked == [size for size in sizes if size]
-
-
 def test_handed_out_buffers_are_the_receivers_alone() -> None:
     """Later traffic does not change what was handed out, and writing into it harms no later frame."""
     decoder = make_decoder()
@@ -293,23 +240,6 @@ def test_handed_out_buffers_are_the_receivers_alone() -> None:
     assert bytes(found[0].segments[0]) == b"xxxxx"
     assert plain(found[1:]) == plain([*frames[1:], *frames])
     assert all(not memoryview(segment).readonly for frame in found for segment in frame.segments)
-
-
-def test_many_segments() -> None:
-    """Ten thousand segments in one frame, empty ones among them, more than one read can hold."""
-    frame = Frame(Kind.CALL, 1, b"", [bytearray(number % 7) for number in range(10_000)])
-    assert plain(put(make_decoder(), on_the_wire([frame]), most=READ_SIZE // 3)) == plain([frame])
-
-
-def test_buffer_grows_for_one_body_and_shrinks_again() -> None:
-    """A body longer than the buffer gets just the room it needs; afterwards that memory is given back."""
-    decoder = FrameDecoder(max_body=20 * READ_SIZE)
-    long = Frame(Kind.CALL, 1, bytes(range(256)) * (10 * READ_SIZE // 256))
-    stream = on_the_wire([long])
-    assert put(decoder, stream[:-1], most=100_000) == []
-    assert memory_of(decoder) == len(stream)
-    assert plain(put(decoder, stream[-1:])) == plain([long])
-    assert memory_of(decoder) == READ_SIZE
 
 
 @pytest.mark.parametrize("pad", range(-2, 3))
@@ -323,16 +253,6 @@ def test_frames_that_end_at_the_edge_of_the_buffer(pad: int) -> None:
         Frame(Kind.CALL, 4, b"end"),
     ]
     assert plain(put(decoder, on_the_wire(frames))) == plain(frames)
-
-
-def test_small_frames_are_one_buffer_and_large_ones_are_not_copied() -> None:
-    """Below the direct size a frame is joined into one buffer; above it the segments are lent as they are."""
-    assert len(encode_frame(Kind.CALL, 1, b"body")) == 1
-    assert len(encode_frame(Kind.CALL, 1, b"body", [b"a", b"b"])) == 1
-    large = bytearray(DIRECT_SIZE)
-    parts = encode_frame(Kind.CALL, 1, b"body", [b"", large, b"tail"])
-    assert len(parts) == 3
-    assert parts[1] is large
 
 
 @pytest.mark.parametrize(
@@ -367,14 +287,6 @@ def test_whole_frames_are_those_that_are_there(frames: list[Frame], data: st.Dat
     if count < len(frames):
         assert cut - length < least_length(stream[:cut], length) <= len(each[count])
         assert least_length(stream, length) == len(each[count])
-
-
-@given(st.binary(max_size=300))
-def test_somebody_elses_bytes_are_no_frames(garbage: bytes) -> None:
-    """Nor an error: that is for whoever takes them."""
-    if len(garbage) >= HEAD.size and garbage[HEAD.size - 1] != MAGIC:
-        assert whole_frames(garbage) == ([], 0)
-        assert least_length(garbage) == 0
 
 
 @pytest.mark.parametrize("length", [1, 1 << 31, (1 << 64) - 1])
@@ -437,18 +349,3 @@ def test_feed_raises_what_received_raises(frame: Frame, data: st.DataObject) -> 
 
     fed, read = make_decoder(), make_decoder()
     assert outcome(fed.feed) == outcome(lambda data: put(read, data))
-
-
-@pytest.mark.parametrize("size", [0, 10, DIRECT_SIZE, 2 * READ_SIZE])
-def test_decoder_is_empty_between_frames_only(size: int) -> None:
-    """It is empty at first and behind a whole frame; not with a first byte, half a body or half a segment in it."""
-    decoder = make_decoder()
-    assert decoder.empty
-    stream = on_the_wire([Frame(Kind.CALL, 1, b"body", [bytearray(size)])])
-    for start, end in ((0, 1), (1, len(stream) // 2), (len(stream) // 2, len(stream) - 1)):
-        assert decoder.feed(stream[start:end]) == []
-        assert not decoder.empty
-    assert len(decoder.feed(stream[-1:])) == 1
-    assert decoder.empty
-    decoder.feed(stream + stream[:5])
-    assert not decoder.empty

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.ids import IdSet
 from aiorpc.protocol.leaving import (
     REMEMBERED,
     Activity,
@@ -34,7 +37,7 @@ from aiorpc.protocol.leaving import (
     Rest,
     SendEnter,
 )
-from aiorpc.protocol.states import LEAVING, ROUNDS, IllegalTransition, Leaving, Rounds, Step, Turn
+from aiorpc.protocol.states import LEAVING, Leaving, Rounds
 from tests.tiers import examples
 
 W = [
@@ -53,7 +56,6 @@ W = [
     for number in range(6)
 ]
 IDLE, BUSY = Activity(True, 3), Activity(False, 3)
-Answers = Mapping[int, Activity | None]
 FINISHING: Outputs = [CloseDoor(alone=True), AwaitIdle()]
 
 
@@ -76,14 +78,6 @@ def lead(size: int = 3) -> GroupTable:
 
 def answers(table: GroupTable, *activities: Activity | None) -> dict[int, Activity | None]:
     return dict(zip((record.id for record in table.live()), activities, strict=True))
-
-
-def test_a_member_makes_itself_known_to_the_leader_which_follows_all() -> None:
-    """A group of fixed size is a star; a free one is a mesh."""
-    assert make(2).start() == [Attend(W[0])]
-    assert make(0).start() == [Follow(W[1]), Follow(W[2])]
-    assert make(2, free=True).start() == [Attend(W[0]), Attend(W[1])]
-    assert make(0, 1).start() == []
 
 
 def test_l1_nobody_is_let_go_before_all_have_entered() -> None:
@@ -168,14 +162,6 @@ def test_l4_a_death_is_waited_for_by_nobody() -> None:
     assert table.polled({0: IDLE}, overdue=False) == [AnswerEnters((0,))]
 
 
-def test_l4_who_goes_within_the_rounds_makes_for_one_more() -> None:
-    """L4: its calls may have woken others; what it had answered counts no more."""
-    table = lead(2)
-    table.polled(answers(table, *QUIET), overdue=False)
-    assert table.depart(W[1]) == [AnswerEnters((1,)), Left(W[1])]
-    assert table.polled({0: IDLE, 1: IDLE}, overdue=False) == [Rest()]
-
-
 def test_l4_a_member_enters_again_at_the_next_leader() -> None:
     """L4: also when the next leader is that member, and whether the old one died or left."""
     table = make(2)
@@ -185,16 +171,6 @@ def test_l4_a_member_enters_again_at_the_next_leader() -> None:
     table.depart(W[1])
     assert table.enter_failed(1)[-1] == SendEnter(W[2])
     assert table.enter(2) == [Poll((W[2],), first=True)]
-
-
-def test_l4_an_enter_that_comes_too_early_is_kept() -> None:
-    """L4: a member may hear of a leader's death before the next leader does."""
-    table = make(1)
-    table.leave()
-    assert table.enter(2) == []
-    table.lose(W[0], "for the test")
-    assert table.enter_failed(0) == [SendEnter(W[1])]
-    assert table.enter(1) == [Poll((W[1], W[2]), first=True)]
 
 
 def test_l4_who_leads_after_a_goodbye_looks_after_the_rest() -> None:
@@ -231,27 +207,12 @@ def test_l5_a_lost_leader_is_replaced() -> None:
     assert make(2).lose(W[0], "why") == [Attend(W[1]), lost]
 
 
-def test_l6_nothing_is_told_to_the_gone() -> None:
-    """L6: not even by a new leader, which looks at all members."""
-    table = make(1, 4)
-    table.depart(W[3])
-    assert table.lose(W[0], "why")[:2] == [Follow(W[2]), ReportLost(W[2], W[0], "why")]
-
-
 def test_l7_the_leader_tells_the_others_of_a_loss() -> None:
     """L7: nobody else does, and nobody in a free group, where all are connected."""
     lost = Lost(W[2], "why", None)
     assert make(0, 4).lose(W[2], "why") == [ReportLost(W[1], W[2], "why"), ReportLost(W[3], W[2], "why"), lost]
     assert make(1, 4).lose(W[2], "why") == [lost]
     assert make(0, 4, free=True).lose(W[2], "why") == [lost]
-
-
-def test_l7_a_new_leader_tells_of_earlier_losses() -> None:
-    """L7: it may have seen one that the old leader did not live to report."""
-    table = make(1, 4)
-    table.lose(W[3], "first")
-    first, second = ReportLost(W[2], W[3], "first"), ReportLost(W[2], W[0], "second")
-    assert table.lose(W[0], "second") == [Follow(W[2]), first, second, Lost(W[0], "second", None)]
 
 
 def test_l8_a_member_goes_once() -> None:
@@ -261,20 +222,6 @@ def test_l8_a_member_goes_once() -> None:
     assert table.lose(W[1], "again") == table.depart(W[1]) == []
     assert table.lose(W[0], "why") == table.depart(W[0]) == []
     assert table.lost == {1: W[1].info} and set(table.gone) == {1}
-
-
-def test_l8_who_has_left_before_it_was_known_has_left_all_the_same() -> None:
-    """L8: its goodbye may come before it has made itself known, and that it was there is remembered."""
-    table = make(0, 1, free=True)
-    assert table.depart(W[1]) == [Left(W[1])] and table.join(W[1]) == []
-    assert table.members[1] == W[1] and table.live() == [W[0]] and 1 not in table.lost
-
-
-def test_newcomers_are_news_once() -> None:
-    """Those that join a free group are its members from then on."""
-    table = make(0, 1, free=True)
-    assert table.join(W[1]) == [Joined(W[1])] and table.join(W[1]) == []
-    assert table.live() == W[:2]
 
 
 def test_of_many_that_are_gone_a_free_group_remembers_the_latest() -> None:
@@ -301,14 +248,6 @@ def test_a_large_free_group_remembers_all_that_were_there_at_once() -> None:
         table.join(guest)
     assert not [output for guest in guests for output in table.depart(guest) if isinstance(output, Forget)]
     assert len(table.members) == 3 * REMEMBERED
-
-
-def test_a_leader_that_refuses_is_left_alone() -> None:
-    """It lives, and cannot take the ENTER: the member finishes its own calls and goes."""
-    table = make(1)
-    table.leave(hosts_store=True)
-    assert table.enter_failed(0) == FINISHING
-    assert table.idle() == [Go(complete=True)]
 
 
 def test_a_member_of_a_free_group_closes_its_door_at_once() -> None:
@@ -354,23 +293,6 @@ def test_giving_up_ends_every_wait_once() -> None:
 
 
 STEPS = [(row.source, row.event) for row in LEAVING.transitions]
-TURNS = [(row.source, row.event) for row in ROUNDS.transitions]
-OTHER_STEPS = [pair for pair in itertools.product(Leaving, Step) if pair not in STEPS]
-OTHER_TURNS = [pair for pair in itertools.product(Rounds, Turn) if pair not in TURNS]
-
-
-@pytest.mark.parametrize(("state", "step"), OTHER_STEPS)
-def test_a_step_that_is_not_in_the_table_is_refused(state: Leaving, step: Step) -> None:
-    """A worker that answers itself twice, say, has a fault that must not pass for a shutdown."""
-    with pytest.raises(IllegalTransition, match="leaving of a worker"):
-        LEAVING.next(state, step)
-
-
-@pytest.mark.parametrize(("state", "turn"), OTHER_TURNS)
-def test_a_turn_that_is_not_in_the_table_is_refused(state: Rounds, turn: Turn) -> None:
-    """The same for the rounds of a leader."""
-    with pytest.raises(IllegalTransition, match="rounds of a leader"):
-        ROUNDS.next(state, turn)
 
 
 # -- a small world: workers, connections, what a runtime does with a table, and an oracle that knows everything --------
@@ -947,103 +869,37 @@ def test_every_invariant_holds_in_random_walks() -> None:
         assert sum(bool(getattr(world, what)) for world in worlds) > walks // 100, what
 
 
-# -- the oracle can fail -----------------------------------------------------------------------------------------------
+# --- sets of ids, as ranges -------------------------------------------------------------------------------------------
 
 
-class PollsOnce(GroupTable):
-    """One idle round is enough for it."""
-
-    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
-        outputs = super().polled(answers, overdue=overdue)
-        if any(isinstance(output, Poll) for output in outputs):
-            outputs = super().polled(answers, overdue=overdue)  # as if that round had come twice
-        return outputs
+NUMBERS = st.lists(st.integers(-3, 25))
 
 
-class LeavesAfterALoss(GroupTable):
-    """Waits for the living no longer once somebody is lost."""
-
-    def lose(self, record, cause, error=None):  # type: ignore[no-untyped-def]  # as what it replaces
-        outputs = super().lose(record, cause, error)
-        return [*outputs, *self.give_up()] if self.leaving is Leaving.ENTERED else outputs
-
-
-class EntersOnce(GroupTable):
-    """Goes on waiting for a leader that is gone."""
-
-    def enter_failed(self, leader):  # type: ignore[no-untyped-def]  # as what it replaces
-        return []
+@settings(max_examples=examples(300))
+@given(NUMBERS, NUMBERS)
+def test_it_is_as_a_set(first: list[int], second: list[int]) -> None:
+    """Whatever is added in whatever order; its ranges are in order, apart, and lead to the same set."""
+    ids, others = IdSet(first), IdSet(second)
+    assert set(ids) == {*first} and len(ids) == len({*first})
+    assert all((number in ids) == (number in {*first}) for number in range(-4, 27))
+    assert set(ids.union(others)) == {*first, *second} and set(ids) == {*first}
+    ends = [number for each in ids.union(others).ranges() for number in each]
+    assert ends == sorted({*ends})
+    assert IdSet.from_ranges(ids.ranges()) == ids
 
 
-class LeavesDoorsOpen(GroupTable):
-    """Does not close its door when all have entered: a thread that makes calls all the time keeps all."""
-
-    def all_entered(self, leader):  # type: ignore[no-untyped-def]  # as what it replaces
-        return []
-
-
-class ClosesEarly(GroupTable):
-    """Closes its door as soon as its own user leaves."""
-
-    def leave(self, *, hosts_store: bool = False) -> Outputs:
-        return [*super().leave(hosts_store=hosts_store), CloseDoor(alone=False)]
+def test_many_that_come_and_go_are_a_few_ranges() -> None:
+    """As many as a member lives: those who are gone lie between those who are there."""
+    ids, there = IdSet(), {7, 30_000}
+    for number in range(100_000):
+        if number not in there:
+            ids.add(number)
+    assert ids.ranges() == [(0, 7), (8, 30_000), (30_001, 100_000)]
+    assert 7 not in ids and 8 in ids
 
 
-class KeepsItsLeader(GroupTable):
-    """Takes the member that led first for the leader, gone or not."""
-
-    @property
-    def leader(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return min(self.members)
-
-
-class FollowsNobody(GroupTable):
-    """A leader waits until the others come to it; those that have died do not."""
-
-    def start(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return [output for output in super().start() if not isinstance(output, Follow)]
-
-
-class MournsTwice(GroupTable):
-    """Says again that a member is lost when another one says so, too."""
-
-    def lose(self, record, cause, error=None):  # type: ignore[no-untyped-def]  # as what it replaces
-        return super().lose(record, cause, error) or [Lost(record, cause, error)]
-
-
-MUTANTS = {
-    PollsOnce: "L2",
-    LeavesAfterALoss: "L1",
-    EntersOnce: "L4",
-    LeavesDoorsOpen: "L3",
-    ClosesEarly: "L1",
-    KeepsItsLeader: "L",
-    FollowsNobody: "L",
-    MournsTwice: "L8",
-}
-
-
-QUICK = {law: mutant for mutant, law in reversed(MUTANTS.items())}
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(each, marks=[] if each in QUICK.values() else pytest.mark.long) for each in MUTANTS],
-    ids=lambda mutant: mutant.__name__,
-)
-def test_the_oracle_notices_a_broken_table(mutant: type[GroupTable]) -> None:
-    """Each fault planted in a table is found by the same walks that the real table passes."""
-    found = []
-    for seed in range(WALKS):
-        try:
-            walk(seed, mutant)
-        except Violation as violation:
-            found.append(str(violation.args[0]))
-        except (
-            AssertionError,
-            KeyError,
-        ):  # a broken table may also trip over itself: that proves nothing of the oracle
-            continue
-        if any(text.startswith(MUTANTS[mutant]) for text in found):
-            return
-    pytest.fail(f"not noticed; seen: {set(found)}")
+@pytest.mark.parametrize("ranges", [[[0]], [[0, "1"]], [[0, 0]], [[3, 5], [5, 7]], [[3, 5], [1, 2]], [[0, 1, 2]], 5])
+def test_what_are_no_ranges_is_refused(ranges: object) -> None:
+    """It comes from a store that anybody may have written to."""
+    with pytest.raises((ValueError, TypeError)):
+        IdSet.from_ranges(ranges)  # type: ignore[arg-type]  # on purpose

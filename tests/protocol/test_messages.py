@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import msgspec
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.protocol import reference_messages
+from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import (
     PIPE,
@@ -55,12 +56,10 @@ from aiorpc.protocol.messages import (
     TensorEntry,
     Values,
     read,
-    read_values,
     with_function,
     without_function,
     write,
     write_chunk,
-    write_plain,
 )
 from aiorpc.protocol.packing import pack, unpack
 from aiorpc.protocol.reference_messages import (
@@ -75,7 +74,7 @@ from aiorpc.protocol.reference_messages import (
     PassedReference,
     ReferenceId,
 )
-from aiorpc.protocol.trace_context import TraceContext
+from aiorpc.protocol.trace_context import MOST_CHARACTERS, MOST_MEMBERS, TraceContext, valid
 from tests import colliding, wire
 from tests.documents import WIRE, wire_differences
 
@@ -256,20 +255,6 @@ def test_each_kind_has_golden_bytes() -> None:
     functions = {type(message.function) for message in SAMPLES if type(message) is Call}
     assert functions == {int, ByName, Method, ObjectMethod, Fetch, type(None)}
     assert {type(message) for message, _ in REFERENCES} == set(reference_messages.MESSAGES.classes.values())
-
-
-@pytest.mark.parametrize("declared", [Call, Values, Error, Parcel])
-def test_fields_that_change_places_change_the_bytes(declared: type[Any]) -> None:
-    """Two fields of a class that are declared the other way round: the golden bytes of some message do not fit."""
-    samples = [
-        message.payload if declared is Values else message
-        for message in SAMPLES
-        if type(message) is declared or (declared is Values and type(message) in (Call, Reply, Item))
-    ]
-    bodies = [[pack(getattr(sample, name)) for name in declared.__struct_fields__] for sample in samples]
-    for one in range(len(declared.__struct_fields__)):
-        for other in range(one):
-            assert any(body[one] != body[other] for body in bodies), (one, other)
 
 
 @pytest.mark.parametrize(("message", "digits"), REFERENCES, ids=lambda part: type(part).__name__)
@@ -498,13 +483,6 @@ def test_what_is_no_call(place: int, wrong: Any) -> None:
         read(Kind.CALL, pack(fields))
 
 
-@pytest.mark.parametrize("fields", [{"credit": 1}, {"creates": ReferenceId(0, 1, 2)}])
-def test_a_call_that_runs_once_is_no_stream_and_creates_nothing(fields: dict[str, Any]) -> None:
-    """There is no answer to keep."""
-    with pytest.raises(ProtocolError, match="once"):
-        read(Kind.CALL, write(replace(PLAIN_CALL, once=(1, 0), **fields)))
-
-
 @pytest.mark.parametrize(
     "payload",
     [
@@ -535,83 +513,6 @@ def test_wires_that_name_no_channel(wires: list[Any]) -> None:
         read(Kind.PARCEL, pack([1, wires, b""]))
 
 
-@pytest.mark.parametrize("blocks", [5, [None], [[]], [{}], [[0, 0, 0]], [[0, 0, 0, []]], [[0, 0, 0, 1.0]]])
-def test_what_is_no_block_is_not_given_back(blocks: Any) -> None:
-    """Each has four numbers."""
-    with pytest.raises(ProtocolError):
-        read(Kind.RELEASE, pack([blocks]))
-
-
-class Ints(list[int]): ...
-
-
-def whole_frame(values: list[Any]) -> list[Any] | None:
-    """The values again, if they go in a whole frame."""
-    frame = write_plain(Kind.REPLY, 7, Reply(Values(values)), 1 << 20)
-    if frame is None:
-        return None
-    (received,) = FrameDecoder(max_body=1 << 20).feed(b"".join(map(bytes, frame)))
-    return list(read_values(received.body).values)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [],
-        [None, True, 1, 2.5, "é", b"x"],
-        [[]],
-        [{}],
-        [[None, False, -1, 2.5, 1 << 63] * 12],
-        [1, {"reward": 1.0, "é": None, "": True}, "x"],
-    ],
-    ids=repr,
-)
-def test_values_that_go_in_a_whole_frame(values: list[Any]) -> None:
-    """Plain ones, and a short list or dict of numbers among them."""
-    found = whole_frame(values)
-    assert found == values and found is not None
-    assert [*map(type, found)] == [*map(type, values)]
-    for one, other in zip(found, values, strict=True):
-        if type(one) is dict:
-            one, other = list(one.items()), list(other.items())  # in their order
-        if type(one) is list:
-            assert [*map(repr, one)] == [*map(repr, other)]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [()],
-        [(1, 2)],
-        [{1, 2}],
-        [[1], [1]],  # they may be the same one
-        [[1], {}],
-        [["x"]],  # which may be long, and named often
-        [[b"x"]],
-        [[[1]]],
-        [[1.0] * 65],
-        [Ints([1])],
-        [{1: 2}],
-        [{"x": "y"}],
-        [{"x": 1, "y": []}],
-        [{"\ud800": 1}],
-        [[1 << 64]],
-        [1, 2j],
-        [torch.zeros(2)],
-    ],
-    ids=repr,
-)
-def test_values_that_do_not_go_in_a_whole_frame(values: list[Any]) -> None:
-    """What msgpack would bring back as something else, or could take more room than a pickle."""
-    assert whole_frame(values) is None
-
-
-def test_less_than_nothing_is_no_credit() -> None:
-    """A stream cannot take back what it may send."""
-    with pytest.raises(ProtocolError, match="a Credit is malformed"):
-        read(Kind.CREDIT, pack([-1]))
-
-
 @pytest.mark.parametrize("body", [b"", pack([]), pack([None]), pack([1]), pack([True, True]), b"\xc3"])
 def test_a_call_is_cancelled_for_a_reason_or_for_none(body: bytes) -> None:
     """Its time was up, or not: there is no third."""
@@ -619,26 +520,11 @@ def test_a_call_is_cancelled_for_a_reason_or_for_none(body: bytes) -> None:
         read(Kind.CANCEL, body)
 
 
-def test_a_message_without_fields_has_no_body() -> None:
-    """Also an empty list is one byte too much."""
-    with pytest.raises(ProtocolError, match="which has none"):
-        read(Kind.ACK, pack([]))
-
-
 @pytest.mark.parametrize("said", [None, 1, b"KeyError", "x" * 101, "Key Error", "a.b", "\x1b[2J"])
 def test_a_goodbye_says_the_name_of_an_error_or_nothing(said: object) -> None:
     """It stands in errors and logs of others."""
     with pytest.raises(ProtocolError):
         read(Kind.GOODBYE, pack([said]))
-
-
-@pytest.mark.parametrize(
-    "kind", [0, 18, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
-)
-def test_kinds_that_are_read_elsewhere_or_nowhere(kind: int) -> None:
-    """Those of the handshake and of reference counting have readers of their own."""
-    with pytest.raises(ProtocolError, match="not read here"):
-        read(kind, b"")
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=shown)
@@ -774,3 +660,91 @@ def test_a_body_with_a_map_by_numbers_is_refused_at_once(reader: Callable[[bytes
         with pytest.raises(ProtocolError):
             reader(head + colliding_map)
     assert time.thread_time() - begin < 10
+
+
+# --- messages of families that are none -------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    number: int
+
+
+FAMILY: Family[Said] = Family("tests", {"said": Said})
+
+
+@pytest.mark.parametrize("within", [lambda deep: deep, lambda deep: ["said", deep], lambda deep: [deep, 1]])
+def test_lists_in_lists_are_no_message(within: Any) -> None:
+    """As deep as msgpack takes them, which is deeper than they can be shown."""
+    deep: list[Any] = []
+    for _ in range(sys.getrecursionlimit() + 10):
+        deep = [deep]
+    with pytest.raises(ProtocolError, match="a message about tests that is none"):
+        FAMILY.read(within(deep))
+
+
+# --- which texts are a trace context of w3c, and what becomes of others -----------------------------------------------
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.mark.parametrize("state", ["", "a=1", "a=1,b=2", "a=1 , b= 2", "tenant@vendor=x", "0a_-*/@=~!", "a=1,,b=2"])
+def test_what_is_valid_goes_on_as_it_is(state: str) -> None:
+    """Byte for byte: an intermediary changes nothing."""
+    assert valid(TraceContext(PARENT, state)) == (PARENT, state)
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        "",
+        PARENT.upper(),
+        PARENT[:-1],
+        f"{PARENT}-",
+        f"{PARENT}\n",
+        f" {PARENT}",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"01-{TRACE}-{SPAN}-01x",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE}-{SPAN}-0g",
+        f"00_{TRACE}_{SPAN}_01",
+        "\u0660\u0660" + PARENT[2:],
+    ],
+)
+def test_what_is_no_parent_is_no_context(parent: str) -> None:
+    """Its state goes with it."""
+    assert valid(TraceContext(parent, "a=1")) is None
+    assert TraceContext.from_headers({"traceparent": parent}) is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "a",
+        "=1",
+        "a=",
+        "A=1",
+        "a=1,a=2",
+        "a=1=2",
+        "a=\x7f",
+        "a=é",
+        "a=1\n",
+        f"{'k' * 257}=1",
+        f"a={'v' * 257}",
+        ",".join(f"k{number}=1" for number in range(MOST_MEMBERS + 1)),
+        ",".join(f"k{number}={'v' * 100}" for number in range(MOST_CHARACTERS // 100)),
+    ],
+)
+def test_what_is_no_state_is_left_out(state: str) -> None:
+    """The parent goes on."""
+    assert valid(TraceContext(PARENT, state)) == (PARENT, "")
+
+
+@given(st.text(max_size=60), st.text(max_size=40))
+def test_whatever_comes_is_valid_or_ignored(parent: str, state: str) -> None:
+    """What goes on is valid by itself."""
+    for context in (TraceContext(parent, state), TraceContext(PARENT, state)):
+        known = valid(context)
+        assert known is None or valid(known) == known

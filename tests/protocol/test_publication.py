@@ -143,15 +143,6 @@ def test_names() -> None:
             check_name(wrong)
 
 
-def test_quorums() -> None:
-    """A number, a share, or all."""
-    assert [needed(quorum, 8) for quorum in (None, 3, 9, 0.5, 0.01, 1.0)] == [8, 3, 9, 4, 1, 8]
-    assert [needed(quorum, 0) for quorum in (None, 3, 0.5)] == [0, 3, 0]
-    for wrong in (0, -1, 1.1, 0.0, True, "half", float("nan")):
-        with pytest.raises(RpcUsageError, match="quorum"):
-            needed(wrong, 8)  # type: ignore[arg-type]  # that is the point
-
-
 def test_a_share_of_readers_is_what_it_is_in_decimals() -> None:
     """What floats make of a share must not ask for one reader more, and the smallest share asks for one."""
     assert (needed(0.28, 25), needed(0.29, 25), needed(0.07, 100)) == (7, 8, 7)

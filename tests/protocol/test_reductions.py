@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import gc
 import weakref
 from collections.abc import Iterator
@@ -22,11 +21,10 @@ from aiorpc.errors import SerializationError
 from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
 from aiorpc.protocol.messages import Reply, read_values, write
 from aiorpc.protocol.packing import pack, unpack
-from aiorpc.protocol.reductions import OTHERS, load_nested, load_sparse
+from aiorpc.protocol.reductions import load_nested, load_sparse
 from tests.fakes.cuda import FakeCuda
 from tests.tensors import (
     KINDS,
-    ODD,
     ROWS,
     Pair,
     Reducing,
@@ -34,8 +32,6 @@ from tests.tensors import (
     Tagged,
     Watching,
     assert_same,
-    make_reducing,
-    masked,
     numbers,
     travel,
 )
@@ -79,14 +75,6 @@ def test_odd_kinds_share_with_their_memory() -> None:
     assert first.untyped_storage().data_ptr() == half.untyped_storage().data_ptr()
 
 
-def test_shared_bytes_travel_once() -> None:
-    """Views, a Parameter and its data, a storage: one buffer."""
-    parameter = nn.Parameter(numbers())
-    out = Outgoing()
-    encode_values([parameter.data[1:], [parameter, parameter.data, parameter.data.untyped_storage()]], out)
-    assert sum(map(len, describe(out.tensors)[1])) == parameter.nbytes
-
-
 # --- subclasses with a mind of their own ------------------------------------------------------------------------------
 
 
@@ -97,13 +85,6 @@ def test_state_of_a_subclass_is_its_own_affair() -> None:
     (arrived, negated), _ = travel(stateful, numbers(3).as_subclass(Reducing))
     assert (type(arrived), arrived.secret) == (Stateful, 6)
     assert (type(negated), negated.tolist()) == (Reducing, [-1, -2, -3])
-
-
-def test_subclass_in_copyreg(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program has registered for its class comes first."""
-    monkeypatch.setitem(copyreg.dispatch_table, Tagged, lambda tensor: (make_reducing, (tensor.tolist(),)))
-    (arrived,), _ = travel(numbers(2).as_subclass(Tagged))
-    assert type(arrived) is Reducing
 
 
 def test_subclass_that_stands_for_zeros() -> None:
@@ -132,14 +113,6 @@ def test_parts_of_a_wrapper_arrive() -> None:
     assert arrived.left.data_ptr() == arrived.right.data_ptr()
 
 
-def test_parts_of_a_masked_tensor_arrive() -> None:
-    """Data and mask."""
-    sent = masked()
-    (arrived,), _ = travel(sent)
-    assert torch.equal(arrived.get_data(), sent.get_data())
-    assert torch.equal(arrived.get_mask(), sent.get_mask())
-
-
 def test_attributes_may_lead_back_to_the_tensor() -> None:
     """Attributes are set on the tensor after it was made, so that a cycle is one again, and goes with its tensor."""
     for make in (numbers, lambda: nn.Parameter(numbers()), lambda: numbers().as_subclass(Tagged)):
@@ -165,15 +138,6 @@ def test_hooks_and_gradients_stay_behind() -> None:
         assert tensor.grad is None
         assert tensor._backward_hooks is None
         assert (tensor.requires_grad, tensor.is_leaf) == (True, True)
-
-
-def test_another_default_device_changes_nothing() -> None:
-    """A program that makes tensors elsewhere by default receives them where they were."""
-    sent = [make() for name, make in ODD.items() if "meta" not in name and "masked" not in name]
-    with torch.device("meta"):
-        arrived, _ = travel(*sent)
-    for here, there in zip(arrived, sent, strict=True):
-        assert_same(here, there)
 
 
 # --- tensors on devices -----------------------------------------------------------------------------------------------
@@ -217,22 +181,6 @@ def test_parts_of_a_wrapper_arrive_on_devices(fake: FakeCuda) -> None:
     assert size < BODY
 
 
-def test_part_of_a_wrapper_that_has_no_way_is_named(fake: FakeCuda) -> None:
-    """The parts are looked at, not the wrapper."""
-    sent = Pair(fake.fake_tensor(numbers(3), 0), fake.fake_tensor(numbers(3), 1))
-    with pytest.raises(SerializationError, match=r"\(a Pair\) .* a torch.float32 tensor of shape \(3,\) on cuda:1: no"):
-        travel_on_devices(fake, {0: 1}, sent)
-
-
-def test_attributes_travel_with_tensors_on_devices(fake: FakeCuda) -> None:
-    """Among them other tensors on devices."""
-    sent: Any = fake.fake_tensor(numbers(3), 0)
-    sent.note, sent.friend = "text", fake.fake_tensor(numbers(2), 1)
-    (arrived,), _ = travel_on_devices(fake, {0: 1, 1: 0}, sent)
-    assert (arrived.note, arrived.friend.device.index, arrived.device.index) == ("text", 0, 1)
-    assert torch.equal(arrived.friend.cpu(), numbers(2))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_the_host_arrive_beside_devices(fake: FakeCuda, name: str) -> None:
     """A route for devices changes nothing for what is in the host's memory, if the map leaves that there."""
@@ -241,29 +189,6 @@ def test_kinds_of_the_host_arrive_beside_devices(fake: FakeCuda, name: str) -> N
     assert_same(bare, sent)
     assert_same(inside, sent)
     assert on_device.device.index == 1
-
-
-def test_tensor_of_no_route_is_refused(fake: FakeCuda) -> None:
-    """Where no message has a route (no devices here, no map) the tensor has no way at all."""
-    with pytest.raises(SerializationError, match=r"a torch.float32 tensor of shape \(3,\) on cuda:0 has no way"):
-        travel(fake.fake_tensor(numbers(3), 0))
-
-
-class OnDevice:
-    """What is asked of a storage before it is taken apart; one on a device cannot be made here."""
-
-    device = torch.device("cuda", 1)
-
-    def nbytes(self) -> int:
-        return 12
-
-
-def test_storage_without_a_way_is_refused(fake: FakeCuda) -> None:
-    """With its size and device."""
-    storage: Any = OnDevice()
-    for route in (None, going(fake, to_device_map({0: 1}), "ps")):
-        with pytest.raises(SerializationError, match="a storage of 12 bytes on cuda:1 has no way"):
-            OTHERS[torch.UntypedStorage](storage, route)
 
 
 @pytest.mark.parametrize("parts", [torch.zeros(0, 2, dtype=torch.int64), torch.tensor(1), torch.zeros(0)])

@@ -58,13 +58,6 @@ def test_frames_arrive_however_they_are_cut_and_read(sizes: list[int], cuts: lis
     assert unsealer.empty and not unsealer.filling
 
 
-def test_frames_arrive_byte_by_byte() -> None:
-    """Also where a read brings but a part of a head."""
-    unsealer = opener()
-    frames = [each for byte in ONE + TWO + THREE for each in unsealer.feed(bytes([byte]))]
-    assert [each.call_id for each in frames] == [1, 2, 3]
-
-
 HEAD_OF_CHUNK, DATA = map(bytes, encode_frame(CHUNK, 1, b"at", [bytes(range(250)) * 2000]))
 HALF = len(DATA) // 2
 CHUNK_PIECES = sealed(HEAD_OF_CHUNK, DATA[:HALF], DATA[HALF:])
@@ -95,37 +88,6 @@ def test_chunk_is_read_straight_into_its_place(most: int) -> None:
     assert places == {True, False} and target == DATA  # the last tag, and the first head, lie elsewhere
     assert [(each.kind, each.call_id) for each in frames] == [(CHUNK, 1), (Kind.REPLY, 7)]
     assert unsealer.empty and not unsealer.filling
-
-
-def test_a_place_takes_its_tag_and_the_next_head_along() -> None:
-    """Little is read before it is known where it belongs; what stands between two parts of the data comes with one."""
-    target = bytearray(len(DATA))
-    unsealer = placing(target)
-    _, first, second = CHUNK_PIECES
-    assert len(unsealer.get_buffer()) < len(first)
-    assert unsealer.feed(CHUNK_PIECES[0]) == []
-    assert len(unsealer.get_buffer()) == HEAD.size
-    assert unsealer.feed(first[: HEAD.size]) == []
-    buffer = unsealer.get_buffer()
-    assert buffer.obj is target and len(buffer) == len(first)  # less its head, and with that of the second
-    buffer[:] = first[HEAD.size :] + second[: HEAD.size]
-    assert unsealer.received(len(buffer)) == []
-    buffer = unsealer.get_buffer()
-    assert buffer.obj is target and len(buffer) == len(DATA) - HALF
-    (chunk,) = unsealer.feed(second[HEAD.size :])
-    assert chunk.kind == CHUNK and target == DATA and unsealer.empty
-
-
-def test_rest_of_a_read_is_taken_along_to_the_place() -> None:
-    """Whatever a read ends with: within head, data, tag, or a piece further on."""
-    stream = b"".join(CHUNK_PIECES)
-    first, second = len(CHUNK_PIECES[0]), len(CHUNK_PIECES[0] + CHUNK_PIECES[1])
-    for begin in (first, second):
-        for at in (0, 1, 3, 4, 5, 2000, len(CHUNK_PIECES[1]) - 17, len(CHUNK_PIECES[1]) - 15, len(CHUNK_PIECES[1]) - 1):
-            target = bytearray(len(DATA))
-            unsealer = placing(target)
-            frames = unsealer.feed(stream[: begin + at]) + unsealer.feed(stream[begin + at :])
-            assert [each.kind for each in frames] == [CHUNK] and target == DATA
 
 
 @pytest.mark.parametrize(
@@ -225,22 +187,6 @@ def test_tag_is_gmac() -> None:
         assert sealed(payload, first=number)[0] == head + payload + tag.to_bytes(16, "big")
         tags.add(tag)
     assert len(tags) == 4
-
-
-@pytest.mark.parametrize("take", [True, False])
-def test_looking_settles_nothing(take: bool) -> None:
-    """What a thread has looked at is the loop's unless it was taken; what it lacks is said."""
-    unsealer = opener()
-    assert unsealer.look(ONE + TWO[:5]) == (frame(1), 1, len(TWO) - 5)
-    assert unsealer.look(ONE + TWO[:2]) == (frame(1), 1, OVERHEAD - 2)
-    assert unsealer.look(ONE + TWO) == (frame(1) + frame(2), 2, 0)
-    with pytest.raises(ProtocolError):
-        unsealer.look(TWO)
-    if take:
-        unsealer.taking(2)()
-        assert [each.call_id for each in unsealer.feed(THREE)] == [3]
-    else:
-        assert [each.call_id for each in unsealer.feed(ONE + TWO)] == [1, 2]
 
 
 def test_limits_of_the_decoder_hold() -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from itertools import chain
 
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol import session as session_module
 from aiorpc.protocol.frames import ACK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES, ACK_FRAMES, Session
 from aiorpc.protocol.states import IllegalTransition, SessionEvent, SessionState
 from tests.tiers import examples
-from tests.transport.ends import meanwhile
 
 LIMIT = 1000
 
@@ -145,15 +141,6 @@ def test_many_frames_or_bytes_are_acknowledged_at_once() -> None:
     assert (session.due, session.fresh) == (True, True)
 
 
-def test_acks_alone_are_acknowledged_when_they_are_many() -> None:
-    """So that what is kept stays bounded on a side that only receives."""
-    session, other = Session(LIMIT), Session(LIMIT)
-    for _ in range(ACK_FRAMES):
-        assert not session.fresh
-        assert session.arrived([read(other.ack())], 0) == []
-    assert session.due
-
-
 def test_an_acknowledgement_lets_go_of_what_it_names() -> None:
     """An old one, which was sent again, changes nothing."""
     session = Session(LIMIT)
@@ -164,39 +151,6 @@ def test_an_acknowledgement_lets_go_of_what_it_names() -> None:
     assert session.size == 118
     session.arrived([Frame(ACK, 1, b"")], 0)
     assert len(session.kept) == 1
-
-
-def test_what_is_kept_meanwhile_is_counted() -> None:
-    """A thread may write wherever the interpreter turns from the one that takes an acknowledgement to another one."""
-    at = 0
-    while True:
-        session = Session(LIMIT)
-        session.kept.extend(frame(number, 100) for number in range(2))
-        session.size = 2 * 118
-
-        def write(_: str, session: Session = session) -> None:
-            session.kept.append(frame(2))
-            session.size += 18
-
-        take = partial(session.arrived, [Frame(ACK, 2, b"")], 0)
-        if not meanwhile(take, at, write, session_module.__file__, signals=True):
-            break
-        assert session.size == sum(map(len, chain.from_iterable(session.kept))) == 18
-        at += 1
-    assert at > 3
-
-
-def test_what_is_kept_after_its_acknowledgement_has_come_is_let_go() -> None:
-    """Its writer had begun it, and the other end was faster; it says it only once."""
-    session = Session(LIMIT)
-    session.arrived([Frame(ACK, 1, b"")], 0, begun=1)
-    seen = [session.unsettled]
-    session.kept.append(frame(0))
-    session.size = 18
-    seen.append(session.unsettled)
-    session.settle()
-    seen.append(session.unsettled)
-    assert (seen, len(session.kept), session.size) == ([False, True, False], 0, 0)
 
 
 def test_what_was_not_sent_cannot_be_acknowledged() -> None:
@@ -219,15 +173,6 @@ def test_what_was_begun_is_sent_again_unless_it_has_arrived() -> None:
     session.kept.append(frame(0))
     session.enter(SessionEvent.BROKEN)
     assert [read(each).call_id for each in session.resume(2, [frame(1), frame(2)])] == [2]
-
-
-def test_a_thread_counts_what_it_took_with_the_step_that_takes_it() -> None:
-    """And nothing before that: what it does not come to take is counted by whoever does."""
-    session = Session(LIMIT)
-    step = session.taking(2)
-    assert session.received == 0
-    step()
-    assert session.received == 2
 
 
 def test_a_session_that_has_ended_keeps_nothing() -> None:

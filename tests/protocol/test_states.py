@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from enum import Enum
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.protocol.frames import Frame, Kind
@@ -18,18 +15,14 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import (
     ACCEPTOR,
     OPENER,
-    PEER,
     WORKER,
     IllegalTransition,
-    PeerEvent,
-    PeerState,
     Table,
     Transition,
     WorkerEvent,
     WorkerState,
-    from_each,
 )
-from tests.documents import STATES, TABLES, AnyTable, differences, states_document
+from tests.documents import STATES, TABLES, AnyTable, differences
 from tests.observed import observe
 from tests.protocol.test_handshake import one
 
@@ -65,16 +58,6 @@ def light(transitions: tuple[Transition[Light, Press], ...], states: tuple[Light
     return Table("light", about="", initial=Light.RED, meanings=meanings, transitions=transitions, final=[Light.OFF])
 
 
-def test_a_table_leads_from_state_to_state() -> None:
-    """`next` and `allows` say what the rows say."""
-    table = light(GOOD)
-    assert table.next(Light.RED, Press.GO) is Light.GREEN
-    assert table.next(Light.GREEN, Press.BREAK) is Light.OFF
-    assert table.allows(Light.GREEN, Light.RED)
-    assert not table.allows(Light.RED, Light.OFF)
-    assert not table.allows(Light.RED, Light.RED)
-
-
 @pytest.mark.parametrize(
     ("transitions", "states", "problem"),
     [
@@ -95,26 +78,6 @@ def test_a_table_that_contradicts_itself_is_not_made(
 
 
 @by_name
-def test_all_members_of_the_enums_are_used(table: AnyTable) -> None:
-    """No state and no event of a life stands in its Enum and in no table."""
-    states: set[Enum] = set(type(table.initial).__members__.values())
-    events: set[Enum] = set(type(table.transitions[0].event).__members__.values())
-    family = [other for other in TABLES if isinstance(other.initial, type(table.initial))]
-    assert {state for other in family for state in other.states} == states
-    assert {row.event for other in family for row in other.transitions} == events
-
-
-@by_name
-def test_a_table_can_be_shown(table: AnyTable) -> None:
-    """No text of it breaks a table or a diagram in Markdown, and every state has a meaning."""
-    for row in table.transitions:
-        assert not set(row.event.value) & set(":;|\n#")
-        assert not set(row.what + row.on) & set("|\n")
-        assert not row.what or row.what.endswith(".")
-    assert all(meaning.endswith(".") and "|" not in meaning for meaning in table.meanings.values())
-
-
-@by_name
 def test_what_a_table_does_not_have_is_refused(table: AnyTable) -> None:
     """In each state each event leads where the rows say, or raises what names table, state and event."""
     targets = {(row.source, row.event): row.target for row in table.transitions}
@@ -127,30 +90,6 @@ def test_what_a_table_does_not_have_is_refused(table: AnyTable) -> None:
             with pytest.raises(IllegalTransition) as caught:
                 table.next(state, event)
             assert all(word in str(caught.value) for word in (table.name, state.name, event.name, event.value))
-
-
-def test_a_fault_is_no_runtime_error() -> None:
-    """The package catches RuntimeError of torch and of closed loops; a wrong transition must not pass for one."""
-    assert not issubclass(IllegalTransition, RuntimeError)
-    with pytest.raises(AssertionError, match="peer: nothing leads on from GONE when CONNECTED comes"):
-        PEER.next(PeerState.GONE, PeerEvent.CONNECTED)
-
-
-@by_name
-@settings(max_examples=30)
-@given(data=st.data())
-def test_a_walk_stays_inside_and_can_end(table: AnyTable, data: st.DataObject) -> None:
-    """Any events, one after the other: the state is one of the table's, and ends are never left."""
-    state = table.initial
-    for event in data.draw(st.lists(st.sampled_from(type(table.transitions[0].event)), max_size=30)):
-        try:
-            following = table.next(state, event)
-        except IllegalTransition:
-            continue
-        assert table.allows(state, following)
-        assert following in table.states
-        assert state not in table.final
-        state = following
 
 
 def test_a_worker_that_leaves_refuses_verbs_before_its_parts_end() -> None:
@@ -172,90 +111,7 @@ def test_the_document_is_as_the_tables_are() -> None:
     assert not found, found
 
 
-def changed(table: AnyTable) -> Iterator[AnyTable]:
-    """The table with one thing otherwise, in all ways that leave it whole."""
-    rows = table.transitions
-    for index, row in enumerate(rows):
-        others = (*rows[:index], *rows[index + 1 :])
-        yield from made(table, others)
-        yield from made(table, (*rows[:index], row._replace(what=row.what + "!"), *rows[index + 1 :]))
-        for target in table.states:
-            if target is not row.target:
-                yield from made(table, (*rows[:index], row._replace(target=target), *rows[index + 1 :]))
-
-
-def made(table: AnyTable, rows: tuple[Transition[Enum, Enum], ...]) -> list[AnyTable]:
-    """A table with those rows, if they make one."""
-    try:
-        return [
-            Table(
-                table.name,
-                about=table.about,
-                initial=table.initial,
-                meanings=table.meanings,
-                transitions=rows,
-                final=table.final,
-            )
-        ]
-    except ValueError:
-        return []
-
-
-@by_name
-def test_a_changed_table_differs_from_the_document(table: AnyTable) -> None:
-    """Remove a row, change where it leads or what it says: the comparison sees each of these, and names the command."""
-    text = STATES.read_text(encoding="utf-8")
-    mutants = [tuple(mutant if each is table else each for each in TABLES) for mutant in changed(table)]
-    assert len(mutants) >= len(table.transitions)
-    assert all(states_document(tables) != text for tables in mutants)
-    assert "python -m tests.documents --write" in differences(text, mutants[0])
-
-
-def test_a_changed_document_differs() -> None:
-    """A word that was changed by hand is found."""
-    text = STATES.read_text(encoding="utf-8")
-    edited = text.replace("| IDLE | There is no connection", "| IDLE | There may be a connection")
-    assert edited != text
-    assert "There may be a connection" in differences(edited)
-
-
 # --- the code ---------------------------------------------------------------------------------------------------------
-
-
-class Lamp:
-    """Has a state."""
-
-    def __init__(self, state: Light = Light.RED) -> None:
-        self.state = state
-
-
-def test_an_observer_sees_transitions() -> None:
-    """It knows what was seen and what was not, and leaves the class as it was."""
-    with observe(light(GOOD), Lamp) as observed:
-        lamp = Lamp()
-        lamp.state = Light.GREEN
-        lamp.state = Light.OFF
-        assert lamp.state is Light.OFF
-    assert observed.seen == {(Light.RED, Light.GREEN), (Light.GREEN, Light.OFF)}
-    assert observed.unseen() == {(Light.GREEN, Light.RED)}
-    assert "state" not in Lamp.__dict__
-
-
-def test_an_observer_finds_what_a_table_does_not_allow() -> None:
-    """A wrong beginning and a wrong step are told when the block ends; nothing is raised in between."""
-    with pytest.raises(AssertionError) as caught, observe(light(GOOD), Lamp):
-        Lamp(Light.GREEN)
-        lamp = Lamp()
-        lamp.state = Light.OFF
-    assert "light: a life began in GREEN" in str(caught.value)
-    assert "light: RED was followed by OFF" in str(caught.value)
-
-
-def test_rows_from_several_states() -> None:
-    """`from_each` makes one row for each of them."""
-    rows = from_each((Light.RED, Light.GREEN), Press.BREAK, Light.OFF, "Dark.")
-    assert [row.source for row in rows] == [Light.RED, Light.GREEN]
-    assert {(row.target, row.what) for row in rows} == {(Light.OFF, "Dark.")}
 
 
 RECORD = WorkerRecord("one", 0, "1", "h", "h", 1, "", "", "", 0)

@@ -7,12 +7,15 @@ import datetime
 import decimal
 import enum
 import functools
+import operator
 import os
 import pickle
 import struct
 import sys
+import types
 import uuid
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgpack
@@ -22,11 +25,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.errors import ProtocolError, RemoteError, RpcError, SerializationError
+from aiorpc.errors import ProtocolError, RpcError, RpcUsageError, SerializationError
 from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
 from aiorpc.protocol.identity import WorkerInfo
 from aiorpc.protocol.messages import Reply, Values, read_values, write
-from aiorpc.protocol.registered import register_safe
+from aiorpc.protocol.registered import Registered, register_safe
 from aiorpc.protocol.trees import Mark, read_tree, write_tree
 from tests import colliding
 from tests.tiers import examples
@@ -324,16 +327,6 @@ def test_nested_tensors_arrive_as_they_were(layout: torch.layout, grad: bool) ->
         assert torch.equal(mine, theirs)
 
 
-def test_tensors_without_values_arrive() -> None:
-    """Of the meta device, and parameters that have no shape yet."""
-    arrived = travel(
-        (torch.ones(2, 3, device="meta"), torch.nn.UninitializedParameter(), torch.nn.UninitializedBuffer())
-    )
-    assert (arrived[0].is_meta, arrived[0].shape) == (True, (2, 3))
-    assert type(arrived[1]) is torch.nn.UninitializedParameter
-    assert type(arrived[2]) is torch.nn.UninitializedBuffer
-
-
 def test_tensors_keep_their_attributes_and_what_they_share() -> None:
     """One that is sent twice arrives as one."""
     sent = torch.ones(2)
@@ -344,20 +337,6 @@ def test_tensors_keep_their_attributes_and_what_they_share() -> None:
     storage, typed = travel((sent.untyped_storage(), sent.storage()))
     assert bytes(storage) == bytes(sent.untyped_storage())
     assert (typed.dtype, typed.tolist()) == (torch.float32, [1.0, 1.0])
-
-
-def test_results_of_torch_operators_keep_their_names() -> None:
-    """torch has types of its own for these."""
-    arrived = travel(torch.max(torch.arange(4.0).reshape(2, 2), 1))
-    assert (type(arrived), arrived.indices.tolist()) == (torch.return_types.max, [1, 1])
-
-
-def test_a_module_arrives_whole() -> None:
-    """Parameters, flags and all, if its class is registered."""
-    sent = torch.nn.Linear(2, 3)
-    arrived = travel(sent)
-    assert type(arrived) is torch.nn.Linear
-    assert torch.equal(arrived(torch.ones(2)), sent(torch.ones(2)))
 
 
 def test_objects_have_the_state_that_they_say() -> None:
@@ -383,22 +362,6 @@ def test_classes_that_are_called_get_what_they_ask_for(value: Any) -> None:
     """They say so themselves, by how they are pickled."""
     arrived = travel(value)
     assert arrived == value and type(arrived) is type(value)
-
-
-def test_indices_that_were_expanded_arrive() -> None:
-    """They are all sent, as their reader copies no more than there is."""
-    indices = torch.tensor([[1]]).expand(1, 3)
-    sparse = torch.sparse_coo_tensor(indices, torch.ones(3), (3,), check_invariants=True)
-    assert torch.equal(travel(sparse).to_dense(), torch.tensor([0.0, 3.0, 0.0]))
-    lengths = torch.tensor([2]).expand(2)
-    parts = torch.nested.nested_tensor_from_jagged(torch.arange(6.0), torch.tensor([0, 3, 6]), lengths=lengths)
-    assert [part.tolist() for part in travel(parts).unbind()] == [[0.0, 1.0], [3.0, 4.0]]
-
-
-def test_exceptions_arrive_as_remote_errors() -> None:
-    """Name and text."""
-    arrived = travel([ValueError("no")])[0]
-    assert (type(arrived), arrived.type_name, arrived.remote_message) == (RemoteError, "ValueError", "no")
 
 
 # --- what is refused at once ------------------------------------------------------------------------------------------
@@ -429,12 +392,6 @@ def test_what_cannot_be_in_a_tree_is_named_at_once(name: str) -> None:
         with pytest.raises(SerializationError) as refused:
             encode_values([1, (2,), value, [torch.ones(1)]], Outgoing(safe=True))
         assert refused.value.position == 2
-
-
-def test_the_error_says_how_to_register() -> None:
-    """And names the class."""
-    with pytest.raises(SerializationError, match=r"test_trees:Unknown.*register_safe\(Unknown\)"):
-        encode_values([Unknown()], Outgoing(safe=True))
 
 
 # --- bytes that an honest worker does not send ------------------------------------------------------------------------
@@ -658,36 +615,6 @@ def test_what_no_honest_worker_sends_is_refused(name: str) -> None:
             read(tree, tensors=PARTS)
 
 
-@pytest.mark.parametrize("name", ["sparse indices outside", "nested outside", "jagged outside"])
-def test_the_parts_that_are_refused_would_do_in_another_tensor(name: str) -> None:
-    """The cases above fail for the reason that they name."""
-    good = (
-        torch.tensor([[0, 2]]),
-        torch.ones(2),
-        torch.tensor([[2], [1]]),
-        torch.tensor([[1], [1]]),
-        torch.tensor([0, 3]),
-    )
-    trees: dict[str, list[Any]] = {
-        "sparse indices outside": [
-            *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
-            *(tensor(1), tensor(2)),
-        ],
-        "nested outside": [mark(Mark.NESTED), tensor(0), tensor(3), tensor(4), tensor(5), False],
-        "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(5), None, 1, False],
-    }
-    assert isinstance(read(trees[name], tensors=(ONE, *good))[0], Tensor)
-
-
-def test_scales_that_torch_has_are_taken() -> None:
-    """The cases above fail for what is wrong with them; this is a tensor for each channel, as torch makes them."""
-    tree = quantised("qint32", 1, 0, 1, 2, 0)
-    parts = (torch.tensor([3], dtype=torch.int32), torch.full((1,), 0.5, dtype=torch.float64), torch.tensor([1]))
-    (made,) = read(tree, tensors=parts)
-    assert made.dequantize().tolist() == [1.0]
-    assert "0.5" in repr(made)
-
-
 def test_values_of_a_sparse_tensor_have_the_strides_of_their_shape() -> None:
     """Kernels of torch take lengths from those, which no memory bounds where a size is 1."""
     values = torch.ones(4).as_strided((1, 4), (1 << 40, 1))
@@ -746,11 +673,6 @@ def test_a_part_that_is_named_very_often_is_refused() -> None:
     assert len(read(*[tree] * 20, tensors=(index, values))) == 20
     with pytest.raises(SerializationError, match="much oftener"):
         read(*[tree] * 2000, tensors=(index, values))
-
-
-def test_a_timestamp_of_msgpack_is_a_number() -> None:
-    """No worker sends one; an object of its class would have a hash of its own."""
-    assert read(msgpack.Timestamp(3, 500_000_000)) == (3.5,)
 
 
 def test_no_error_shows_what_was_sent() -> None:
@@ -837,3 +759,108 @@ def test_reading_imports_nothing() -> None:
     with pytest.raises(SerializationError):
         read([mark(Mark.NAMED), "antigravity:fly"])
     assert set(sys.modules) == before
+
+
+# --- what may be named in trees, and what may not be registered -------------------------------------------------------
+
+
+class Plain:
+    """A class of a program."""
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+@pytest.fixture
+def registry() -> Registered:
+    """A registry of the test's own."""
+    return Registered()
+
+
+@pytest.fixture
+def other() -> Iterator[Any]:
+    """A module that defines a class, twice if need be."""
+    made: Any = types.ModuleType("aiorpc_test_registered")
+    sys.modules[made.__name__] = made
+    try:
+        yield made
+    finally:
+        del sys.modules[made.__name__]
+
+
+def define(module: Any) -> type:
+    return type("Thing", (), {"__module__": module.__name__, "__qualname__": "Thing"})
+
+
+def test_what_is_registered_is_found_under_its_one_name(registry: Registered) -> None:
+    """Exactly that object, by exactly that name."""
+    registry.add(Plain)
+    registry.add(shout)
+    name = f"{__name__}:Plain"
+    assert (registry.name(Plain), registry.find(name), registry.find_class(name)) == (name, Plain, Plain)
+    assert registry.find(f"{__name__}:shout") is shout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        f"{__name__}:Plain.__init__",
+        f"{__name__}:Plain.__class__",
+        f"{__name__}:Plain.__init__.__globals__",
+        f"{__name__}.Plain",
+        f"{__name__}:",
+        ":Plain",
+        "",
+        None,
+        7,
+        b"os:system",
+        ("os", "system"),
+    ],
+)
+def test_no_other_name_is_found(registry: Registered, name: object) -> None:
+    """No attribute is walked from what is registered, and nothing is imported."""
+    registry.add(Plain)
+    before = set(sys.modules)
+    with pytest.raises(SerializationError, match="not registered"):
+        registry.find(name)
+    with pytest.raises(SerializationError, match="not registered"):
+        registry.find("antigravity:fly")
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        type,
+        types.FunctionType,
+        types.CodeType,
+        types.MethodType,
+        types.ModuleType,
+        functools.partial,
+        functools.partialmethod,
+        operator.attrgetter,
+        operator.methodcaller,
+        type("Meta", (type,), {}),
+        lambda: 1,
+        functools.partial(shout, "a"),
+        Plain(),
+        "os.system",
+        None,
+        sys,
+    ],
+)
+def test_what_could_name_anything_is_refused(registry: Registered, thing: Any) -> None:
+    """Also instances, and what no other worker could find."""
+    with pytest.raises(RpcUsageError):
+        registry.add(thing)
+
+
+def test_two_classes_of_one_name_are_refused(registry: Registered, other: Any) -> None:
+    """The error names both."""
+    other.Thing = first = define(other)
+    registry.add(first)
+    with pytest.raises(RpcUsageError, match="registered twice"):
+        registry.add(define(other))
+    assert registry.find(f"{other.__name__}:Thing") is first

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import pickle
-import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import (
-    Overloaded,
-    PeerLeft,
     PeerLost,
     QueueEmpty,
     QueueFull,
@@ -36,15 +31,10 @@ from aiorpc import (
 from aiorpc.errors import ItemLost, ProtocolError, UnknownWorker
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import packing
-from aiorpc.queues.calls import Calls
 from aiorpc.queues.client import Client
 from aiorpc.queues.items import (
-    KEPT_BYTES,
-    KEPT_ITEMS,
     At,
     GoneItem,
-    Items,
     Kept,
     KeptItem,
     KeptItems,
@@ -54,15 +44,11 @@ from aiorpc.queues.items import (
 )
 from aiorpc.queues.packing import hand_over
 from aiorpc.queues.served import ServedQueue
-from aiorpc.queues.waiting import GetFuture
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.declared import pack
-from aiorpc.runtime.calls.values import Results, encode
-from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.calls.values import Results
 from aiorpc.testing import Faults, cluster
 from aiorpc.types import QueueHandle
-from tests.runtime.joining import unheard_of
-from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until, until_no_references
 from tests.unlooked import unlooked_at
 
@@ -181,25 +167,6 @@ async def test_large_items_wait_in_shared_memory(pair: list[Worker]) -> None:
     await until(lambda: not memory.arena.used and not memory.keeper.keeps)
 
 
-@pytest.mark.parametrize("copy", [True, False])
-async def test_items_that_are_put_together_have_a_reference_together(pair: list[Worker], copy: bool) -> None:
-    """As far as their number and their bytes allow; each is got once, and all are there as long as any is wanted."""
-    queue, other = make(pair[0]), handle(pair[1])
-    values = pair[1]._node.references._values
-    small = [torch.full((LARGE,), number, dtype=torch.uint8) for number in range(KEPT_ITEMS + 2)]
-    large = [torch.full((KEPT_BYTES // 2,), number, dtype=torch.uint8) for number in range(4)]
-    await asyncio.gather(*(other.put(item, copy=copy) for item in [*small, "between", *large]))
-    kept = [len(future.value()) for future in values.values()]
-    assert kept == [KEPT_ITEMS, 3, 1, 1, 1]
-    first, *others = [await queue.get() for _ in small]
-    assert torch.equal(first, small[0]) and all(map(torch.equal, others, small[1:]))
-    assert await queue.get() == "between"
-    got = await queue.get_many(9)
-    assert len(got) == 4 and all(map(torch.equal, got, large))
-    del first, others, got
-    await until_no_references(pair)
-
-
 async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
     """Numbers that name no item of a queue, or no value at all, are refused; nothing else of the worker is given."""
     make(pair[0])
@@ -268,16 +235,6 @@ async def test_what_is_refused_at_once_leaves_nothing_behind(pair: list[Worker])
     assert await mine.get() == "first" and await queue.empty()
 
 
-async def test_a_put_that_settles_does_not_wait_for_those_behind_it(pair: list[Worker]) -> None:
-    """Several are sent together; the queue has room for one."""
-    make(pair[0], maxsize=1)
-    mine, other = handle(pair[1]), handle(pair[0])
-    puts = [mine.put(number) for number in range(50)]
-    for number, put in enumerate(puts):
-        await put
-        assert await other.get() == number
-
-
 async def test_who_waits_longer_than_its_timeout_takes_nothing(pair: list[Worker]) -> None:
     """What comes later stays for others; a put whose time is up is not in the queue."""
     queue = make(pair[0], maxsize=1)
@@ -298,82 +255,6 @@ async def test_who_waits_longer_than_its_timeout_takes_nothing(pair: list[Worker
     await until(lambda: not queue._served._waiting)
 
 
-async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_queue(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is connected and does not answer: the text leaves that open, and says how to find out."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    await mine.put("an item")
-    goes_on = asyncio.Event()
-
-    async def nothing_put(self: ServedQueue, *_: Any) -> int:
-        await goes_on.wait()
-        return 0
-
-    async def nothing_taken(self: ServedQueue, *_: Any) -> Results:
-        await goes_on.wait()
-        return Results((pack(Items(b"", {}, [])),))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ServedQueue, "put_items", nothing_put)
-        patched.setattr(ServedQueue, "take_items", nothing_taken)
-        for verb, future in (("get", mine.get(timeout=0.05)), ("put", mine.put(1, timeout=0.05))):
-            with pytest.raises(RpcTimeout) as raised:
-                await future
-            assert "or worker 'worker0' is busy or stopped, as it is connected and has not" in str(raised.value)
-            assert "`await rpc.queue('q', owner='worker0').qsize()`" in str(raised.value)
-            assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
-        goes_on.set()
-        await until(pair[1]._node.is_idle)
-    assert await mine.get() == "an item" and await queue.empty()
-
-
-async def test_what_is_not_to_wait_does_not_wait_for_ever_for_an_owner_that_is_silent(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of the handle bounds it, as it does all else; the item that comes later stays in the queue."""
-    queue, mine = make(pair[0]), handle(pair[1], timeout=0.05)
-    await queue.put("an item")
-    goes_on, take = asyncio.Event(), ServedQueue.take_items
-
-    async def nothing_put(self: ServedQueue, *_: Any) -> int:
-        await goes_on.wait()
-        return 0
-
-    async def taken_late(self: ServedQueue, *said: Any) -> Results:
-        await goes_on.wait()
-        return await take(self, *said)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ServedQueue, "put_items", nothing_put)
-        patched.setattr(ServedQueue, "take_items", taken_late)
-        for verb, future in (("get", mine.get_nowait()), ("put", mine.put_nowait(1))):
-            with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker 'worker0' is busy") as raised:
-                await asyncio.wait_for(future, LONG)
-            assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
-        goes_on.set()
-        await until(pair[1]._node.is_idle)
-        await until(lambda: queue._served._items)
-    assert await queue.get() == "an item" and await queue.empty()
-
-
-async def test_who_has_given_up_leaves_also_where_the_owner_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits a while for the answer, with which items may come that go back; an owner that is stopped gives none."""
-    options = [RpcBackendOptions(dedicated_loop=True), RpcBackendOptions()]
-    async with cluster(2, dynamic=True, options=options) as (owner, other):
-        make(owner)
-        mine = handle(other, timeout=0.05)
-        assert await handle(other).empty()
-        other._node.engine.bounds = Bounds(given_up=0.05)
-        monkeypatch.setattr(other._node.engine, "default_timeout", 0.05)
-        with standing_still(owner):
-            futures = [mine.get(timeout=0.05), mine.put(1, timeout=0.05), mine.get_nowait(), mine.put_nowait(2)]
-            for error in await asyncio.gather(*futures, return_exceptions=True):
-                assert isinstance(error, RpcTimeout)
-            assert other.pending_calls()
-            assert await asyncio.wait_for(other.shutdown(), LONG) == rpc.types.ShutdownReport()
-
-
 async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker]) -> None:
     """It is not known whether its queue is full or has no item, as no worker of that name has joined."""
     nobody = handle(free[1], owner="nobody", timeout=0.05)
@@ -382,32 +263,6 @@ async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker])
             await future
         assert "no worker of that name has joined" in str(raised.value)
         assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
-
-
-@pytest.mark.parametrize("silent", [False, True])
-async def test_all_who_wait_to_put_hear_at_once_that_the_owner_is_away(
-    silent: bool, free: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not those alone whose items were under way: nobody is asked for the others, who would wait for that once more."""
-    make(free[0], maxsize=1)
-    mine = handle(free[1], owner="nobody" if silent else "worker0", timeout=0)
-    if silent:  # the store, so that nobody can be found
-        mine._client()._most = 1
-
-        def cannot_look() -> Any:
-            raise rpc.errors.StoreGone("the store has gone")
-
-        monkeypatch.setattr(free[1]._node.rendezvous, "members", cannot_look)
-        puts = [mine.put(number) for number in range(5)]
-    else:
-        await mine.put(0)
-        first = mine.put(1)
-        await served(free[0], "put_items")
-        puts = [first, *(mine.put(number) for number in range(2, 6))]
-        await free[0]._drop()
-    errors = await asyncio.gather(*puts, return_exceptions=True)
-    assert type(errors[0]) is (rpc.errors.RendezvousError if silent else PeerLost)
-    assert all(error is errors[0] for error in errors), "another call was made for some of them"
 
 
 async def test_a_lost_owner_is_told_without_the_lines_of_the_runtime(pair: list[Worker]) -> None:
@@ -477,28 +332,6 @@ async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb:
             await worker.shutdown()
 
 
-@pytest.mark.parametrize("large", [False, True])
-async def test_what_nobody_has_given_up_waits_on_for_the_owner(large: bool) -> None:
-    """Though what was to be sent together with it is taken back: that is neither in the queue, nor takes an item."""
-    items = [torch.full((LARGE if large else 1,), number) for number in range(3)]
-    store = HashStore()
-    served_later = ServedQueue("q", 0, "owner", 1 << 20)
-    async with cluster(1, dynamic=True, store=store, options=RpcBackendOptions(rpc_timeout=LONG)) as (worker,):
-        mine = handle(worker, owner="owner")
-        puts = [mine.put(item, timeout=0.05 if number == 1 else LONG) for number, item in enumerate(items)]
-        gets = [asyncio.ensure_future(mine.get(timeout=0.05 if number == 0 else LONG)) for number in range(2)]
-        for given_up in (puts.pop(1), gets.pop(0)):
-            with pytest.raises(RpcTimeout):
-                await given_up
-        again = asyncio.ensure_future(mine.get())
-        owner = Worker("owner", store=store)
-        owner.serve("q", served_later)
-        async with owner:
-            await asyncio.gather(*puts)
-            assert [int((await get)[0]) for get in (gets[0], again)] == [0, 2]
-            assert await mine.empty()
-
-
 @pytest.mark.parametrize("verb", ["put", "put_nowait"])
 async def test_large_items_wait_for_an_owner_that_has_not_joined(verb: str) -> None:
     """As small ones do, with which they keep their order; also with those that are put as it comes."""
@@ -558,28 +391,6 @@ async def test_large_items_for_an_owner_that_does_not_come_fail_as_small_ones() 
             assert await ended.empty()
 
 
-async def test_a_timeout_names_the_producer_that_did_not_hand_over(
-    free: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There was an item, which goes back into the queue when it comes."""
-    make(free[0])
-    await handle(free[1]).put(torch.ones(LARGE))
-    mine = handle(free[2])
-    held: list[Any] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(Calls, "fetch", lambda *call: held.append(call))
-        timeout = 0.05
-        while not held:  # the time has to be long enough for the item to be taken
-            with pytest.raises(RpcTimeout) as raised:
-                await mine.get(timeout=timeout)
-            timeout *= 2
-    assert "'worker1' did not hand over within" in str(raised.value)
-    assert (raised.value.worker, raised.value.function) == ("worker1", "q.get")
-    (call,) = held
-    Calls.fetch(*call)
-    assert (await mine.get()).sum() == LARGE
-
-
 async def test_a_cancelled_get_leaves_the_item_to_others(trio: list[Worker]) -> None:
     """Whatever the moment: before an item is there, with one under way, and with one that has just come."""
     queue = make(trio[0])
@@ -605,90 +416,8 @@ async def test_a_cancelled_get_leaves_the_item_to_others(trio: list[Worker]) -> 
     await until_no_references(trio)
 
 
-@pytest.fixture
-def at_settling(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[GetFuture], object]]:
-    """What is done to a `get` that has just been given its items, before anybody who waits for it runs."""
-    todo: list[Callable[[GetFuture], object]] = []
-    finish_with = GetFuture.finish_with
-
-    def noted(self: GetFuture, value: Any, items: Sequence[Any]) -> bool:
-        given = finish_with(self, value, items)
-        while todo:
-            todo.pop()(self)
-        return given
-
-    monkeypatch.setattr(GetFuture, "finish_with", noted)
-    return todo
-
-
 async def awaited(future: rpc.Future[Any]) -> Any:
     return await future
-
-
-@pytest.mark.parametrize("count", [1, 2])
-async def test_who_is_cancelled_as_the_item_comes_leaves_no_value_behind(
-    pair: list[Worker], at_settling: list[Callable[[GetFuture], object]], count: int
-) -> None:
-    """The item goes back into the queue once all tasks are cancelled, and the Future does not give it any more."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    get = mine.get()
-    tasks = [asyncio.ensure_future(awaited(get)) for _ in range(count)]
-    await until(lambda: get._waiters == count)
-    at_settling.append(lambda _: [task.cancel() for task in tasks])
-    await queue.put(count)
-    for task in tasks:
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    for look in (get.value, super(rpc.Future, get).value):
-        with pytest.raises(rpc.RpcCancelled, match="went back into the queue"):
-            look()
-    with pytest.raises(rpc.RpcCancelled):
-        await get
-    assert get.cancelled() and await mine.get() == count
-
-
-@pytest.mark.parametrize("other", ["task", "thread", "callback", "value"])
-async def test_an_item_that_somebody_else_takes_does_not_go_back(
-    other: str, pair: list[Worker], at_settling: list[Callable[[GetFuture], object]]
-) -> None:
-    """A task is cancelled as the item comes, and another task waits for it, or a thread, or a callback; or has it."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    get, called = mine.get(), asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(awaited(get))
-    await until(lambda: get._waiters == 1)
-    at_settling.append(lambda _: task.cancel())
-    taken: asyncio.Future[Any]
-    if other == "task":
-        taken = asyncio.ensure_future(awaited(get))
-    elif other == "thread":
-        taken = asyncio.ensure_future(asyncio.to_thread(get.wait))
-    else:
-        taken = called
-        loop = asyncio.get_running_loop()
-        if other == "callback":
-            get.add_done_callback(lambda done: loop.call_soon_threadsafe(called.set_result, done.value()))
-        else:
-            at_settling.append(lambda get: called.set_result(get.value()))
-    await until(lambda: other == "value" or get._waiters == 2)
-    await queue.put("first")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await taken == "first" == get.value()
-    await queue.put("second")
-    assert await mine.get() == "second"
-
-
-async def test_a_thread_whose_time_is_up_leaves_the_get_to_those_who_still_wait(pair: list[Worker]) -> None:
-    """It is given up when nobody waits for it any more."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    get = mine.get()
-    task = asyncio.ensure_future(awaited(get))
-    await until(lambda: get._waiters == 1)
-    with pytest.raises(RpcTimeout):
-        await asyncio.to_thread(get.wait, 0.01)
-    assert not get.done()
-    await queue.put("here")
-    assert await task == "here"
 
 
 async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> None:
@@ -704,58 +433,6 @@ async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> 
     with pytest.raises(rpc.RpcCancelled):
         await puts[2]
     assert await queue.empty()
-
-
-async def test_what_a_thread_gives_up_before_the_loop_has_begun_it_is_not_put(pair: list[Worker]) -> None:
-    """Whether it was to wait for room or not."""
-    queue, mine = make(pair[0]), handle(pair[1])
-
-    def give_up() -> list[bool]:
-        return [put.cancel() for put in (mine.put(1), mine.put_nowait(2))]
-
-    thread = threading.Thread(target=lambda: given_up.extend(give_up()))
-    given_up: list[bool] = []
-    thread.start()
-    thread.join(LONG)  # the loop, which is this thread's, begins nothing meanwhile
-    assert given_up == [True, True]
-    await mine.put(3)
-    assert await queue.get_many(3) == [3]
-
-
-async def test_what_was_given_up_is_not_kept_behind_a_get_that_waits(pair: list[Worker]) -> None:
-    """Somebody may wait without a limit, while others look now and then."""
-    make(pair[0])
-    mine = handle(pair[1])
-    waits = asyncio.ensure_future(mine.get(timeout=0))
-    await served(pair[0], "take_items")
-    given_up = weakref.WeakSet[Any]()
-    for _ in range(3):
-        look = mine.get(timeout=0.01)
-        given_up.add(look)
-        with pytest.raises(RpcTimeout):
-            await look
-        del look
-
-    def are_gone() -> bool:
-        gc.collect()
-        return not given_up
-
-    await until(are_gone)
-    await mine.put("here")
-    assert await waits == "here"
-
-
-async def test_who_may_not_wait_at_all_gives_up_what_it_puts(pair: list[Worker]) -> None:
-    """`asyncio.timeout(0)` begins to wait, and so it ends it; `asyncio.wait_for` with 0 never does."""
-    make(pair[0], maxsize=1)
-    mine = handle(pair[1])
-    await mine.put("there")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await mine.put("given up")
-    assert await mine.get() == "there"
-    with pytest.raises(QueueEmpty):
-        await mine.get_nowait()
 
 
 async def test_a_put_that_fails_and_that_nobody_awaits_is_logged(
@@ -848,36 +525,6 @@ async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[
     await queue.join()
 
 
-async def test_an_owner_that_leaves_waits_for_nobody_who_joins() -> None:
-    """As it waits for nobody who puts and gets: in a group without a size it would stay for as long as they wait."""
-    async with cluster(2, dynamic=True) as workers:
-        make(workers[0])
-        mine = handle(workers[1])
-        await mine.put(1)
-        join = mine.join(timeout=0)
-        await served(workers[0], "join_items")
-        async with asyncio.timeout(LONG):
-            assert not (await workers[0].shutdown()).timed_out
-        with pytest.raises(PeerLeft):
-            await join
-
-
-async def test_as_many_join_as_may_wait() -> None:
-    """Of one worker, with those that put and get."""
-    async with cluster(2, options=RpcBackendOptions(max_queued_calls=2)) as workers:
-        queue = make(workers[0])
-        mine = handle(workers[1])
-        await mine.put(1)
-        joins = [mine.join() for _ in range(2)]
-        await until(lambda: len(queue._served._joiners) == 2)
-        with pytest.raises(Overloaded, match=r"2 calls of worker 'worker1' wait at queue 'q'"):
-            await mine.join()
-        assert await mine.get() == 1
-        await mine.task_done()
-        await asyncio.gather(*joins)
-        await mine.join()
-
-
 async def test_shutdown_lets_go_of_all_who_wait(trio: list[Worker]) -> None:
     """Producers at once, consumers as soon as nothing is left."""
     queue = make(trio[0], maxsize=1)
@@ -913,23 +560,6 @@ async def test_shutdown_at_once_drops_what_there_is(pair: list[Worker]) -> None:
     await other.shutdown(immediate=True)
     await join
     await until_no_references(pair)
-
-
-async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Worker]) -> None:
-    """It is not there to be got, and nobody who joins waits for it."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    await put_all(queue, ["first", "second", "third"])
-    peer = pair[1]._node.peers.find("worker0")
-    items = await taken(mine._client(), 2)
-    join = mine.join()
-    await served(pair[0], "join_items")
-    await queue.shutdown(immediate=True)
-    tickets = b"".join(each.ticket for each in items)
-    await peer.call(ObjectMethod("q", "return_items"), (tickets, *written(*[each.item for each in items])), None, LONG)
-    await join
-    assert await queue.empty()
-    with pytest.raises(QueueShutDown):
-        await mine.get()
 
 
 ENDED = threading.Semaphore(0)  # for each handler below that has waited
@@ -997,12 +627,6 @@ async def test_all_methods_say_how_a_queue_is_made_that_is_not_there(verb: str, 
         assert "has no queue 'q'" in heard
 
 
-async def test_who_joins_a_queue_whose_owner_has_not_come_is_told_so(free: list[Worker]) -> None:
-    """It is not known then whether there are items."""
-    with pytest.raises(RpcTimeout, match=r"^queue 'q' of worker 'late' has not answered for 0.05 s: no worker of that"):
-        await handle(free[0], owner="late").join(timeout=0.05)
-
-
 async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
     """The owner hears of it, and of what nobody looks at the line that has asked is logged, once."""
     queue = make(pair[0])
@@ -1043,25 +667,6 @@ async def test_what_is_in_a_queue_goes_with_its_worker(way: str) -> None:
             await owner.shutdown(graceful=way == "left")
         await until(lambda: gc.collect() and item() is None)
     del queue
-
-
-@pytest.mark.parametrize("got", [0, 1])
-async def test_a_queue_that_is_closed_lets_go_of_those_who_join(pair: list[Worker], got: int) -> None:
-    """What was got can be finished no more; what was not got is gone, and nobody waits for that."""
-    with make(pair[0]) as queue:
-        mine = handle(pair[1])
-        await put_all(queue, [1, 2])
-        for _ in range(got):
-            await mine.get()
-        joins = [queue.join(timeout=0), mine.join(timeout=0)]
-        await until(lambda: len(queue._served._joiners) == 2)
-    await until(lambda: all(join.done() for join in joins))
-    for join in joins:
-        if got:
-            with pytest.raises(QueueShutDown, match=r"was closed before all was finished.*1 of its items"):
-                await join
-        else:
-            await join
 
 
 async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
@@ -1141,24 +746,6 @@ async def test_a_producer_that_dies_takes_along_what_it_kept(free: list[Worker])
     await queue.join()
 
 
-async def test_items_of_a_producer_that_was_never_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there; and if it cannot be found any more, its name is told, which the owner of the queue knows."""
-    store = HashStore()
-    async with cluster(2, dynamic=True, store=store) as workers, unheard_of("late", store) as late:
-        make(workers[0])
-        mine = handle(workers[1])
-        await put_all(handle(late), [torch.ones(LARGE), torch.ones(LARGE)])
-        with monkeypatch.context() as patched:
-            patched.setattr(workers[1]._node.rendezvous, "members", list)  # as once it is off the list
-            with pytest.raises(ItemLost, match=r"an item of queue 'q' .* went with worker 'late'") as raised:
-                await mine.get()
-        assert raised.value.worker == "late"
-        assert (await mine.get()).sum() == LARGE
-        await mine.task_done()
-        await mine.join()
-        await until_no_references([*workers, late])
-
-
 async def test_what_a_producer_has_kept_that_the_consumer_alone_has_lost_comes_by_the_owner(
     free: list[Worker],
 ) -> None:
@@ -1179,52 +766,6 @@ async def test_what_a_producer_has_kept_that_the_consumer_alone_has_lost_comes_b
     await consumer.task_done(3)
     await queue.join()
     await until_no_references([free[0], free[2]])
-
-
-async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker]) -> None:
-    """In good order or not makes no difference; it is told at once, also by `get_nowait`."""
-    queue = make(free[0])
-    other = handle(free[2])
-    await put_all(handle(free[1]), [torch.ones(LARGE), torch.ones(LARGE)])
-    await free[1].shutdown()
-    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
-        await other.get_nowait()
-    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
-        await queue.get()
-    await queue.join()
-    await until_no_references([free[0], free[2]])
-
-
-async def test_an_item_that_cannot_be_taken_where_it_is_got_is_lost_for_that_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its producer, which has handed it over, is not said to have failed."""
-    size, empty = 2_000_003, numpy.empty
-
-    def allocate(size_of: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(size_of, int) and size < size_of < size + 4096:
-            raise MemoryError("no room here")
-        return empty(size_of, *args, **options)
-
-    async with cluster(3, options=RpcBackendOptions(shared_memory=0, transports=("tcp",))) as workers:
-        queue, mine = make(workers[0]), handle(workers[2])
-        item = torch.ones(size, dtype=torch.uint8)
-        await handle(workers[1]).put([item])
-        assert torch.equal((await mine.get())[0], item)
-        link = workers[2]._node.peers.find("worker1").link
-        await until(lambda: link is not None and link.pipe is not None)  # behind the frames, where one alone fails
-        await put_all(handle(workers[1]), [[item], "next"])
-        with monkeypatch.context() as patched:
-            patched.setattr(numpy, "empty", allocate)
-            assert await mine.get_many(2) == ["next"]
-            with pytest.raises(ItemLost) as raised:
-                await mine.get()
-        text = str(raised.value)
-        assert "worker 'worker1' has handed it over, and worker 'worker2' cannot take it: " in text
-        assert "no room here" in text and "cannot hand it over" not in text
-        assert (raised.value.worker, raised.value.count) == ("worker1", 1)
-        await queue.task_done(2)
-        await queue.join()
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
@@ -1285,30 +826,6 @@ async def stay(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("error", [rpc.Overloaded("not now"), RpcTimeout("not in time")])
-async def test_an_item_that_is_not_handed_over_now_stays_in_the_queue(
-    error: Exception, trio: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As its producer lives; `get` raises why, and `get_many` gives what there is. Later somebody gets it."""
-    queue, mine = make(trio[0]), handle(trio[2])
-    await put_all(handle(trio[1]), [torch.ones(LARGE), "small"])
-
-    def refuse(*_: Any) -> Any:
-        raise error
-
-    with monkeypatch.context() as patched:
-        patched.setattr(packing, "kept_of", refuse)
-        with pytest.raises(type(error), match="not"):
-            await mine.get()
-        with pytest.raises(type(error), match="not"):
-            await queue.get_nowait()
-        assert await mine.get_many(2) == ["small"]
-    assert (await handle(trio[1]).get()).sum() == LARGE
-    await queue.task_done(2)
-    await queue.join()
-    await until_no_references(trio)
-
-
 async def test_an_item_that_its_producer_cannot_hand_over_is_lost(pair: list[Worker]) -> None:
     """It would be in the way of those behind it for ever. Its producer is not said to be gone."""
     queue, other = make(pair[0]), handle(pair[1])
@@ -1322,80 +839,6 @@ async def test_an_item_that_its_producer_cannot_hand_over_is_lost(pair: list[Wor
     assert await queue.get() == "next"
     await queue.task_done()
     await queue.join()
-
-
-async def test_an_item_that_cannot_be_handed_over_takes_no_other_along(trio: list[Worker]) -> None:
-    """Those that are fetched together with it from the same producer are got all the same."""
-    queue, other, mine = make(trio[0]), handle(trio[1]), handle(trio[2])
-    broken: list[Any] = [torch.ones(LARGE)]
-    await other.put(torch.full((LARGE,), 2.0))
-    await other.put(broken, copy=False)
-    broken.append(iter_nothing())
-    await other.put(torch.full((LARGE,), 3.0))
-    assert [int(each[0]) for each in await mine.get_many(5)] == [2, 3]
-    with pytest.raises(ItemLost, match=r"an item of .* is lost, as worker 'worker1', .*generator") as raised:
-        await mine.get()
-    assert (raised.value.worker, raised.value.count) == ("worker1", 1)
-    await queue.task_done(2)
-    await queue.join()
-    await until_no_references(trio)
-
-
-async def test_a_loss_is_not_told_to_a_get_that_was_given_up(pair: list[Worker]) -> None:
-    """Before it began: the next one hears of it."""
-    queue, other = make(pair[0]), handle(pair[1])
-    broken: list[Any] = [torch.ones(LARGE)]
-    await other.put(broken, copy=False)
-    broken.append(iter_nothing())
-    await other.put("here")
-    assert await queue.get_many(2) == ["here"]
-    given_up = queue.get()
-    assert given_up.cancel()
-    with pytest.raises(rpc.RpcCancelled):
-        await given_up
-    with pytest.raises(ItemLost):
-        await queue.get()
-
-
-async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An owner that has too many calls loses none."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    return_items = ServedQueue.return_items
-    tries: list[Any] = []
-
-    @functools.wraps(return_items)
-    async def refuse_first(self: ServedQueue, *said: Any) -> None:
-        tries.append(said)
-        if len(tries) < 3:
-            raise rpc.Overloaded("not now")
-        await return_items(self, *said)
-
-    monkeypatch.setattr(ServedQueue, "return_items", refuse_first)
-    await queue.put("here")
-    client = mine._client()
-    client.node.engine.call_on_loop(client.put_back, await taken(client, 1))
-    assert await mine.get() == "here" and len(tries) == 3
-
-
-async def test_what_was_put_back_or_finished_is_not_told_again_where_its_answer_finds_no_room(
-    pair: list[Worker],
-) -> None:
-    """An owner that has done it says so: else an item would be there twice, or would count as finished twice."""
-    queue, mine = make(pair[0]), handle(pair[1])
-    for each in range(3):
-        await queue.put(each)
-    client = mine._client()
-    _, second = await taken(client, 2)
-    (service,) = [each for each in pair[0]._node.services if each.record.name == "worker1"]
-    service._backlog.limit = -1  # whatever is said to that one is too much
-    with pytest.raises(rpc.Overloaded):
-        await mine.qsize()
-    await client.ask("return_items", second.ticket, *written(second.item))
-    await mine.task_done()
-    assert (await queue.qsize(), queue._unfinished()) == (2, 2)
-    assert [await queue.get(), await queue.get()] == [1, 2]
 
 
 async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
@@ -1433,18 +876,6 @@ async def test_an_owner_that_dies_takes_the_queue_along(free: list[Worker]) -> N
     await until_no_references(free[1:])
 
 
-async def test_the_same_handle_finds_the_queue_of_a_worker_that_takes_the_name() -> None:
-    """As any object with a name."""
-    store = HashStore()
-    async with Worker("user", store=store) as user:
-        for item in ("first", "second"):
-            async with Worker("owner", store=store) as owner:
-                make(owner)
-                mine = handle(user, owner="owner")
-                await mine.put(item)
-                assert await mine.get() == item
-
-
 async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
     """A rule says who may put, get, look and shut down; where nothing is pickled and no rule is given, all may."""
     learner = RpcBackendOptions(allow={"actor": ["queue/q:put"], "other": ["queue/*:[!s]*"], "": "*"})
@@ -1467,128 +898,6 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
         assert small["x"].sum() == 2 and large.sum() == LARGE
         with pytest.raises(rpc.errors.SerializationError):
             mine.put(HashStore())
-
-
-async def test_who_may_only_put_or_only_get_gives_up_as_others_do() -> None:
-    """What ends it needs no rule of its own: what was given up is not put later, and no item is lost."""
-    allow = {"actor": "queue/q:put", "reader": "queue/q:get", "": "*"}
-    options = RpcBackendOptions(allow=allow)
-    async with cluster(4, options=options, roles=["", "actor", "reader", "other"]) as workers:
-        queue = make(workers[0], maxsize=1)
-        puts, gets = handle(workers[1]), handle(workers[2])
-        with pytest.raises(RpcTimeout, match="has had no item"):
-            await gets.get(timeout=0.05)
-        await until(lambda: not queue._served._waiting)
-        await puts.put("first")
-        with pytest.raises(RpcTimeout, match="has been full"):
-            await puts.put("late", timeout=0.05)
-        await until(lambda: not queue._served._waiting)
-        assert await gets.get() == "first"
-        await puts.put("second")
-        client = gets._client()
-        client.node.engine.call_on_loop(client.put_back, await taken(client, 1))  # as if cancelled as it came
-        assert await gets.get() == "second"
-        await gets.task_done(2)
-        await queue.join()
-        other = handle(workers[3])
-        for who, method in ((puts, "return_items"), (puts, "finish_items"), (other, "withdraw")):
-            with pytest.raises(rpc.NotAllowed, match="queue/q:"):
-                await who._client().ask(method, 1)
-
-
-LOCK = threading.Lock()
-
-
-def main_function() -> int:
-    """Of the main module, as far as pickles see it."""
-    return 42
-
-
-def with_lock() -> bool:
-    """As that; it cannot travel by value."""
-    return LOCK.locked()
-
-
-class Weighted:
-    """As those; its tensor travels with it, where it goes by value."""
-
-    weights = torch.full((2_000,), 2.0)
-
-    def __init__(self) -> None:
-        self.mine = torch.full((LARGE,), 3.0)
-
-
-@pytest.fixture
-async def scripts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
-    """Three workers in a group without a size, of which "other" says that it runs another main module."""
-    module = sys.modules["__main__"]
-    each: Any
-    for each in (main_function, with_lock, Weighted):
-        monkeypatch.setattr(each, "__module__", "__main__")
-        monkeypatch.setattr(module, each.__name__, each, raising=False)
-    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LONG)
-    async with (
-        rpc.init("first", store=store, options=options) as first,
-        rpc.init("twin", store=store, options=options) as twin,
-    ):
-        monkeypatch.setattr("aiorpc.runtime.lifecycle.main_identity", lambda: "file:another")
-        async with rpc.init("other", store=store, options=options) as other:
-            yield [first, twin, other]
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("owner", ["twin", "other"])
-async def test_what_the_main_module_defines_goes_by_name_where_that_is_run_and_else_by_value(
-    owner: str, kept: bool, scripts: list[Worker]
-) -> None:
-    """Whoever gets the item, and whatever the owner of its queue runs."""
-    first, twin, other = scripts
-    make(twin if owner == "twin" else other)
-    item = (main_function, torch.ones(LARGE if kept else 1))
-    for reader in scripts:
-        await handle(first, owner=owner).put(item)
-        function, tensor = await handle(reader, owner=owner).get()
-        assert (function is main_function) == (reader is not other)
-        assert function() == 42 and torch.equal(tensor, item[1])
-
-
-async def test_a_class_that_travels_by_value_brings_its_own_tensors(scripts: list[Worker]) -> None:
-    """The forms of its instance have other tensors then, and each has its own in the item."""
-    first, twin, other = scripts
-    make(twin)
-    for reader in (twin, other):
-        await handle(first, owner="twin").put(Weighted())
-        got = await handle(reader, owner="twin").get()
-        assert torch.equal(got.mine, torch.full((LARGE,), 3.0)) and torch.equal(got.weights, torch.full((2_000,), 2.0))
-
-
-async def test_what_cannot_travel_by_value_is_for_those_with_the_same_main_module(scripts: list[Worker]) -> None:
-    """Another one is told why it cannot read the item; a queue whose owner is such a one does not take it."""
-    first, twin, other = scripts
-    make(twin)
-    make(other, "elsewhere")
-    mine = handle(first, owner="twin")
-    await put_all(mine, [with_lock, with_lock])
-    assert await handle(first, owner="twin").get() is with_lock
-    with pytest.raises(ItemLost, match=r"runs another main module.*by value the item \(a function\).*lock"):
-        await handle(other, owner="twin").get()
-    with pytest.raises(
-        rpc.errors.SerializationError, match=r"an item for queue 'elsewhere' of worker 'other' \(a function\)"
-    ):
-        handle(first, "elsewhere", "other").put(with_lock)
-
-
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was encoded as an item of a queue, once for each time."""
-    times: list[Any] = []
-
-    def note(message: Any, *args: Any, **options: Any) -> Any:
-        times.extend(message.payload.values)
-        return encode(message, *args, **options)
-
-    monkeypatch.setattr("aiorpc.queues.packing.encode", note)
-    return times
 
 
 async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() -> None:
@@ -1798,9 +1107,6 @@ async def test_a_get_in_a_thread_whose_caller_has_given_up_takes_no_item(trio: l
     await until(lambda: trio[1].statistics().threads_idle == trio[1].statistics().threads)
     await queue.put(7)
     assert await handle(trio[2]).get() == 7 and not _taken
-
-
-# --- signal handlers that raise ---------------------------------------------------------------------------------------
 
 
 async def test_a_queue_whose_worker_has_gone_is_none_of_the_next_one() -> None:

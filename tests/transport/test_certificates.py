@@ -12,7 +12,6 @@ import pytest
 
 from aiorpc.errors import RpcUsageError
 from aiorpc.options import Tls
-from aiorpc.transport import certificates
 from aiorpc.transport.certificates import Certificate, Credentials
 from tests.authority import Authority
 
@@ -162,30 +161,6 @@ def test_files_that_cannot_be_used_are_refused(
         Credentials(tls, "w1")
 
 
-def test_a_key_that_tls_does_not_take_is_refused(authority: Authority) -> None:
-    """OpenSSL says no more than that there is no protocol; what it means is the kind of the key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    tls = authority.tls("w1")
-    good = x509.load_pem_x509_certificate(Path(tls.cert).read_bytes())
-    signer = serialization.load_pem_private_key((authority.folder / "ca.key").read_bytes(), None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    key = ec.generate_private_key(ec.SECP256K1())
-    builder = x509.CertificateBuilder().subject_name(good.subject).issuer_name(good.issuer).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(good.not_valid_before_utc)
-    builder = builder.not_valid_after(good.not_valid_after_utc)
-    for extension in good.extensions:
-        builder = builder.add_extension(extension.value, critical=extension.critical)
-    pem = serialization.Encoding.PEM
-    Path(tls.cert).write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(pem))
-    kind, protection = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    Path(tls.key).write_bytes(key.private_bytes(pem, kind, protection))
-    with pytest.raises(RpcUsageError, match=r"w1\.pem cannot be used: TLS 1\.3 takes no key of its kind"):
-        Credentials(tls, "w1")
-
-
 def test_an_encrypted_key_is_refused(authority: Authority) -> None:
     """Nobody is asked for a password, least of all at a terminal."""
     from cryptography.hazmat.primitives import serialization
@@ -210,24 +185,6 @@ def test_new_files_are_used_by_new_connections(authority: Authority) -> None:
     after, hash_after = credentials.context(opener=True)
     assert after is not before and hash_after != hash_before
     assert credentials.context(opener=False)[1] == hash_after
-
-
-def test_new_files_that_could_not_be_used_are_tried_again(
-    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was wrong with them may be mended without a change of them, as the log asks for: by chmod."""
-    monkeypatch.setattr(certificates, "TRY_AGAIN", 0.0)
-    tls = authority.tls("w1")
-    credentials = Credentials(tls, "w1")
-    before = credentials.context(opener=True)[1]
-    authority.make("w1")
-    Path(tls.key).chmod(0o644)
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        for _ in range(3):
-            assert credentials.context(opener=True)[1] == before
-    assert len(caplog.records) == 1 and "mode 0600" in caplog.text
-    Path(tls.key).chmod(0o600)
-    assert credentials.context(opener=True)[1] != before
 
 
 def test_half_of_the_new_files_is_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:

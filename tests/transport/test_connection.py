@@ -12,8 +12,10 @@ import threading
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.frames import DIRECT_SIZE, Buffer, Frame, Kind, encode_frame
-from tests.transport.ends import LONG, SOON, End, Watched, read_all
+from aiorpc.protocol.frames import DIRECT_SIZE, Frame, Kind, encode_frame
+from aiorpc.transport import sockets
+from aiorpc.transport.silence import Heard, Silence, hear
+from tests.transport.ends import LONG, End, Watched, read_all, until
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -32,23 +34,6 @@ async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> No
     assert left.connection.bytes_sent == right.connection.bytes_received
 
 
-async def test_bytes_before_the_end_are_counted(half: tuple[End, socket.socket]) -> None:
-    """What arrived with the end itself, half a frame for one, has been counted when the end is told."""
-    end, far = half
-    counted: list[int] = []
-
-    def on_closed(cause: BaseException | None) -> None:
-        counted.append(end.connection.bytes_received)
-        end.on_closed(cause)
-
-    end.connection.on_closed = on_closed
-    head, *_ = encode_frame(Kind.CALL, 1, b"", [b"x" * 1_000_000])
-    sent = far.send(bytes(head) + b"x" * 100_000)
-    far.close()
-    assert isinstance(await end.closed(), ConnectionResetError)
-    assert counted == [sent] == [end.connection.bytes_received]
-
-
 async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> None:
     """Segments far larger than the socket's buffer arrive bit for bit, frames behind them too."""
     left, right = ends
@@ -59,18 +44,6 @@ async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> N
     first, second = await right.received(2)
     assert [bytes(segment) for segment in first.segments] == segments
     assert second.body == b"behind"
-
-
-async def test_one_frame_of_very_many_segments(ends: tuple[End, End]) -> None:
-    """More large buffers than one system call takes, and frames around them, keep their order."""
-    left, right = ends
-    segments = [bytes([number % 256]) * 17_000 for number in range(700)]
-    left.send(0)
-    left.send(1, b"", *segments)
-    left.send(2)
-    frames = await right.received(3)
-    assert [frame.call_id for frame in frames] == [0, 1, 2]
-    assert [bytes(segment) for segment in frames[1].segments] == segments
 
 
 # --- ending -----------------------------------------------------------------------------------------------------------
@@ -124,18 +97,6 @@ async def test_abort_drops_what_is_queued(half: tuple[End, socket.socket]) -> No
     assert b"too late" not in await read_all(far)
 
 
-async def test_closing_again_does_nothing(ends: tuple[End, End]) -> None:
-    """on_closed is called once, however often and in whatever way the connection is ended."""
-    left, right = ends
-    left.connection.close()
-    left.connection.close()
-    left.connection.abort(ValueError("later"))
-    assert await left.closed() is None
-    assert isinstance(await right.closed(), ConnectionResetError)
-    right.connection.close()
-    assert len(right.causes) == 1
-
-
 async def test_frames_before_the_end_are_handed_out_first(ends: tuple[End, End]) -> None:
     """A peer that sends and leaves at once is heard to the end."""
     left, right = ends
@@ -155,29 +116,6 @@ async def test_what_was_said_before_the_end_is_heard_by_a_writer(half: tuple[End
     end.send(1, b"call", urgent=urgent)
     assert isinstance(await end.closed(), ConnectionError)
     assert [frame.kind for frame in end.frames] == [Kind.GOODBYE]
-
-
-async def test_frame_appended_during_the_end_spins_nobody(ends: tuple[End, End]) -> None:
-    """A frame that a thread appends just as the connection closes is left alone; no thread turns over it for ever."""
-    left, _ = ends
-    asked, go = threading.Event(), threading.Event()
-
-    class Late(list[Buffer]):
-        """A frame that is about to be appended until `go`."""
-
-        def __len__(self) -> int:
-            asked.set()
-            assert go.wait(LONG)
-            return super().__len__()
-
-    frame = Late(encode_frame(Kind.CALL, 1, b"late"))
-    thread = threading.Thread(target=left.connection.send, args=(frame,), kwargs={"urgent": True}, daemon=True)
-    thread.start()
-    assert await asyncio.to_thread(asked.wait, LONG)
-    left.connection.abort()
-    go.set()
-    await asyncio.to_thread(thread.join, SOON)
-    assert not thread.is_alive()
 
 
 async def test_many_threads_send_while_it_closes(ends: tuple[End, End]) -> None:
@@ -243,30 +181,6 @@ async def test_error_in_the_handler_closes_and_is_logged(
     assert record.getMessage().endswith("half: a frame could not be handled")
 
 
-async def test_protocol_error_from_above_is_not_logged_as_a_bug(
-    half: tuple[End, socket.socket], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A peer's violation that a higher layer finds ends the connection just as garbage does."""
-    end, far = half
-
-    def refuse(_: list[Frame]) -> None:
-        raise ProtocolError("not for me")
-
-    end.connection.on_frames = refuse
-    far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"")))
-    assert str(await end.closed()) == "not for me"
-    assert not caplog.records
-
-
-async def test_handler_may_close_the_connection(ends: tuple[End, End]) -> None:
-    """Closing from within on_frames ends it there; frames of later reads are not handed out."""
-    left, right = ends
-    right.connection.on_frames = lambda frames: right.connection.close()
-    left.send(1)
-    assert await right.closed() is None
-    assert isinstance(await left.closed(), ConnectionResetError)
-
-
 async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) -> None:
     """close_in_child closes the descriptor and tells neither the peer nor the loop."""
     end, far = half
@@ -278,14 +192,6 @@ async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) ->
         assert end.causes == []
         with pytest.raises(BlockingIOError):
             far.recv(1)
-
-
-async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> None:
-    """close_in_child of a connection that is closed already does nothing: other descriptors wait behind it."""
-    left, _ = ends
-    left.connection.abort()
-    left.connection.close_in_child()
-    assert left.causes == [None]
 
 
 async def test_whoever_has_closed_his_ear_and_talks_on_is_not_heard_for_ever(half: tuple[End, socket.socket]) -> None:
@@ -308,3 +214,74 @@ async def test_whoever_has_closed_his_ear_and_talks_on_is_not_heard_for_ever(hal
     end.send(1, b"answer", urgent=True)
     assert isinstance(await end.closed(), BrokenPipeError)
     assert 2 <= len(end.frames) < 10
+
+
+# --- a host that is silent, and one whose process is only busy --------------------------------------------------------
+
+
+def test_silence_lasts_from_the_first_look_that_saw_it() -> None:
+    """As long as an answer is owed and none comes."""
+    silence = Silence()
+    assert silence.look(Heard(True, 50.0), 100.0) == 0.0  # what was sent a moment ago may be answered
+    assert silence.look(Heard(True, 52.0), 102.0) == 2.0
+    assert silence.look(Heard(True, 70.0), 120.0) == 20.0
+
+
+def test_an_answer_ends_a_silence() -> None:
+    """Also one between two looks, though the next answer is owed by then; and so does having nothing to answer."""
+    silence = Silence()
+    silence.look(Heard(True, 0.0), 100.0)
+    assert silence.look(Heard(True, 0.5), 110.0) == 0.5
+    assert silence.look(Heard(True, 5.5), 115.0) == 5.5
+    assert silence.look(Heard(False, 6.5), 116.0) == 0.0
+    assert silence.look(Heard(True, 12.0), 122.0) == 0.0
+
+
+async def test_a_closed_window_is_no_silence() -> None:
+    """A process that reads nothing is not silent: its host acknowledges, and answers probes of the closed window."""
+    with (
+        sockets.listen_tcp("127.0.0.1", None) as listener,
+        await sockets.connect_tcp("127.0.0.1", listener.getsockname()[1]) as sock,
+    ):
+        listener.setblocking(True)
+        with listener.accept()[0]:
+            full = False
+            while not full:
+                try:
+                    sock.send(bytes(1 << 20))
+                except BlockingIOError:
+                    full = True
+            asked: list[float] = []
+
+            def probed() -> bool:
+                heard = hear(sock)
+                assert heard is not None and not (heard.owes and heard.ago > 5.0)
+                if not asked or heard.ago < asked[-1]:
+                    asked.append(heard.ago)  # it was answered anew
+                else:
+                    asked[-1] = heard.ago
+                return len(asked) >= 4
+
+            await until(probed)
+
+
+async def test_a_connection_that_is_over_is_seen() -> None:
+    """Whoever has closed it; some loops do not tell of all errors of a socket."""
+    with sockets.listen_tcp("127.0.0.1", None) as listener:
+        listener.setblocking(True)
+        with await sockets.connect_tcp("127.0.0.1", listener.getsockname()[1]) as sock:
+            far = listener.accept()[0]
+            before = hear(sock)
+            assert before is not None and not before.over
+            far.close()
+            await until(lambda: (heard := hear(sock)) is not None and heard.over)
+
+
+def test_nothing_is_said_of_unix_sockets() -> None:
+    """Nor of one that is closed."""
+    left, right = socket.socketpair()
+    with left, right:
+        assert hear(left) is None
+    tcp = socket.socket()
+    tcp.close()
+    assert hear(tcp) is None

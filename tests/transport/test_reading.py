@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import random
 import select
 import socket
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import READ_SIZE, Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
+from aiorpc.transport.connection import Connection
 from aiorpc.transport.reading import PORTION_BYTES, READ_HERE, TURN_FRAMES
 from tests.transport.ends import LONG, SOON, End, encoded, unread, until
 
@@ -81,28 +84,6 @@ async def shared(half: tuple[End, socket.socket]) -> tuple[End, socket.socket]:
     return half
 
 
-async def test_without_descriptors_the_loop_reads_on(
-    half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing fails on the loop, and once there are some again threads may read."""
-    end, far = half
-    refused, failed = threading.Event(), list[object]()
-
-    def refuse() -> select.epoll:
-        refused.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    with monkeypatch.context() as patch:
-        patch.setattr(select, "epoll", refuse)
-        assert await asyncio.to_thread(end.connection.read_here, lambda: True) == []
-        await until(refused.is_set)
-        far.send(encoded(1))
-        await end.received(1)
-    assert failed == []
-    await share(end)
-
-
 @pytest.mark.parametrize("kind", [Kind.REPLY, Kind.ERROR])
 async def test_waiter_takes_its_answer(shared: tuple[End, socket.socket], kind: Kind) -> None:
     """The answer that a thread waits for is taken in that thread, and the loop does not see it."""
@@ -114,16 +95,6 @@ async def test_waiter_takes_its_answer(shared: tuple[End, socket.socket], kind: 
     far.send(encoded(8, b"next"))
     assert [frame.call_id for frame in await end.received(1)] == [8]
     assert end.connection.bytes_received == len(encoded(7, b"answer") + encoded(8, b"next"))
-
-
-async def test_waiter_takes_an_answer_that_is_there_already(shared: tuple[End, socket.socket]) -> None:
-    """An answer that came before the thread looked is read by it, not waited for."""
-    end, far = shared
-    far.send(encoded(7))
-    waiter = Waiter(end)
-    waiter.thread.join(LONG)  # blocks the loop: only the thread can have read
-    assert [frame.call_id for frame in waiter.taken] == [7]
-    await waiter.stopped()
 
 
 async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket]) -> None:
@@ -148,17 +119,6 @@ async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket
 
 
 ITEM = encoded(7, kind=Kind.ITEM)
-
-
-@pytest.mark.parametrize("data", [encoded(8), encoded(8) + encoded(7)], ids=["one", "two"])
-async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data: bytes) -> None:
-    """Also those of other calls, as long as they come together."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    far.send(data)
-    await waiter.ended()
-    assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
-    assert end.frames == []
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -208,58 +168,6 @@ async def test_waiter_leaves_all_else_to_the_loop(
     await until(lambda: end.connection.bytes_received == len(data))
 
 
-async def test_loop_does_not_read_while_a_thread_does(shared: tuple[End, socket.socket]) -> None:
-    """What comes in pieces while a thread reads is the thread's; it is the loop's as soon as the thread has enough."""
-    end, far = shared
-    data = encoded(8, b"something")
-    waiter = await Waiter(end).looks()
-    far.send(data[:9])
-    await waiter.has_read()
-    far.send(data[9:-1])
-    await waiter.has_read()
-    assert end.connection.decoder.empty
-    await waiter.stopped()
-    far.send(data[-1:] + encoded(9))
-    assert [frame.call_id for frame in await end.received(2)] == [8, 9]
-    assert end.connection.bytes_received == len(data + encoded(9))
-
-
-async def test_waiter_does_not_read_behind_half_a_frame(shared: tuple[End, socket.socket]) -> None:
-    """While the loop has read a part of a frame the rest is its own: the thread goes at once."""
-    end, far = shared
-    data = encoded(7)
-    far.send(data[:-1])
-    await until(lambda: not end.connection.decoder.empty)
-    waiter = Waiter(end)
-    await waiter.ended()
-    far.send(data[-1:])
-    assert [frame.call_id for frame in await end.received(1)] == [7]
-    assert waiter.taken == []
-
-
-async def test_second_waiter_goes_at_once(shared: tuple[End, socket.socket]) -> None:
-    """One thread reads at a time."""
-    end, far = shared
-    first = await Waiter(end).looks()
-    second = Waiter(end)
-    await second.ended()
-    far.send(encoded(8))
-    await first.ended()
-    assert [frame.call_id for frame in first.taken] == [8]
-    assert second.taken == []
-
-
-async def test_enough_ends_the_waiter(shared: tuple[End, socket.socket]) -> None:
-    """With nothing to read, the thread stays until it is told to go; the loop reads on."""
-    end, far = shared
-    waiter = await Waiter(end).looks()
-    assert waiter.thread.is_alive()
-    await waiter.stopped()
-    far.send(encoded(7))
-    assert [frame.call_id for frame in await end.received(1)] == [7]
-    assert (waiter.taken, waiter.errors) == ([], [])
-
-
 async def test_garbage_ends_the_connection_while_a_thread_reads(shared: tuple[End, socket.socket]) -> None:
     """What is no frame at all is the loop's to judge, also when a thread has read it."""
     end, far = shared
@@ -283,17 +191,6 @@ async def test_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End,
     assert waiter.errors == []
     assert [frame.call_id for frame in end.frames] == ([7] if before == ITEM else [])
     assert end.connection.bytes_received == len(before)
-
-
-async def test_reset_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End, socket.socket]) -> None:
-    """A connection that breaks ends the waiter without an error; on_closed gets it."""
-    end, far = shared
-    end.send(1, b"never read", urgent=True)
-    waiter = await Waiter(end).looks()
-    far.close()  # with something unread: a reset
-    await waiter.ended()
-    assert isinstance(await end.closed(), ConnectionError)
-    assert waiter.errors == []
 
 
 @pytest.mark.parametrize("way", ["close", "abort"])
@@ -359,24 +256,6 @@ async def test_waiter_takes_sealed_answers_in_pieces(shared: tuple[End, socket.s
     assert [frame.call_id for frame in await end.received(1)] == [9]
 
 
-@pytest.mark.parametrize("others", [ITEM, encoded(8, b"x" * READ_HERE)], ids=["item", "long"])
-async def test_waiter_leaves_all_else_that_is_sealed_to_the_loop(
-    shared: tuple[End, socket.socket], others: bytes
-) -> None:
-    """The loop gets it in order, and no seal is counted twice."""
-    end, far = shared
-    wire = Wire(end, True)
-    waiter = await Waiter(end).looks()
-    far.send(wire(encoded(9)[:5]))
-    await waiter.has_read()
-    rest = wire(encoded(9)[5:] + others)
-    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far, rest))
-    await waiter.ended()
-    await sending
-    assert (await end.received(2))[0].call_id == 9
-    assert len(end.frames) == 2 and waiter.taken == []
-
-
 @pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])
 async def test_one_flipped_bit_ends_a_sealed_connection(shared: tuple[End, socket.socket], waits: bool) -> None:
     """On a real socket, whoever reads: the loop ends the connection, and nothing of it is handed out."""
@@ -423,3 +302,210 @@ async def test_a_flood_of_short_messages_leaves_the_loop_to_others(half: tuple[E
             before = len(end.frames)
     assert turns[0] <= READ_SIZE // len(frame) + 1  # from then on it is known that they are short
     assert len(turns) > 5 and max(turns[1:]) <= TURN_FRAMES + PORTION_BYTES // len(frame) + 1
+
+
+# --- reading by a thread that stands by for calls, in place of the loop -----------------------------------------------
+
+
+class Stander:
+    """A thread that waits at an epoll of its own, and takes frames while it is let.
+
+    taken: the numbers of the frames that it took. refused: of those that it did not. told: how often it was told.
+    """
+
+    def __init__(self, end: End) -> None:
+        self.connection = end.connection
+        self.connection.on_stood = self._on_stood
+        self.epoll = select.epoll()
+        self.taken: list[int] = []
+        self.refused: list[int] = []
+        self.told = 0
+        self.takes = True
+        self.waiting = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _on_stood(self, frames: list[Frame]) -> bool:
+        (self.taken if self.takes else self.refused).extend(frame.call_id for frame in frames)
+        return self.takes
+
+    async def attached(self) -> Stander:
+        if not self.connection.attach(self.epoll):
+            await until(
+                lambda: self.connection._reader.epoll is not None
+            )  # reading is shared from the next turn of the loop on
+            assert self.connection.attach(self.epoll)
+        return self
+
+    def wait(self, seconds: float = LONG) -> None:
+        """Wait in a thread until there is something, or `stop`."""
+        self._stop.clear()
+        self.waiting.clear()
+        self._thread = threading.Thread(target=self._wait, args=(seconds,))
+        self._thread.start()
+        assert self.waiting.wait(LONG)
+
+    def _wait(self, seconds: float) -> None:
+        self.waiting.set()
+        end = time.monotonic() + seconds
+        while not self._stop.is_set() and time.monotonic() < end:
+            if self.epoll.poll(0.05):
+                self.told += 1
+                self.connection.read_once()
+                return
+
+    def look(self) -> None:
+        """Wait as a thread does that does not sleep: the socket is kept from the loop until it has read."""
+        self._stop.clear()
+        self.waiting.clear()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        assert self.waiting.wait(LONG)
+
+    def _look(self) -> None:
+        assert self.connection.keep_from_loop()
+        self.waiting.set()
+        while not self._stop.is_set():
+            if self.epoll.poll(0):
+                self.told += 1
+                self.connection.read_once()
+                break
+        self.connection.leave_to_loop()
+
+    def join(self) -> None:
+        """Wait until it was told; blocks the loop, so nobody else can have read."""
+        assert self._thread is not None
+        self._thread.join(LONG)
+        assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(LONG)
+            assert not self._thread.is_alive()
+        self.epoll.close()
+
+
+@pytest.fixture
+async def stander(half: tuple[End, socket.socket]) -> Stander:
+    """Of a connection; attached, and not waiting yet."""
+    return await Stander(half[0]).attached()
+
+
+async def test_the_thread_that_waits_reads_and_the_loop_does_not(
+    half: tuple[End, socket.socket], stander: Stander
+) -> None:
+    """What comes is taken in the thread while the loop is blocked, and the loop does not hear of it."""
+    end, far = half
+    stander.wait()
+    far.send(encoded(1, kind=Kind.CALL))
+    stander.join()
+    assert stander.taken == [1]
+    assert end.connection.bytes_received == len(encoded(1))
+    await asyncio.sleep(0.01)
+    assert end.frames == []
+    stander.stop()
+
+
+async def test_what_is_refused_goes_to_the_loop_in_order(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """Frames that `on_stood` does not take are handed out by the loop, before all that comes later."""
+    end, far = half
+    stander.takes = False
+    stander.wait()
+    far.send(encoded(1) + encoded(2))
+    stander.join()
+    far.send(encoded(3))
+    assert [frame.call_id for frame in await end.received(3)] == [1, 2, 3]
+    assert stander.refused == [1, 2]
+    stander.stop()
+
+
+async def test_nothing_is_read_while_that_is_stopped(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """A paused connection is not read by a thread either; what came meanwhile is there after `resume`."""
+    end, far = half
+    stander.wait()
+    end.connection.pause()
+    far.send(encoded(1))
+    stander.join()
+    assert stander.taken == [] and unread(end.sock)
+    await asyncio.sleep(0.01)
+    assert end.frames == []
+    end.connection.resume()
+    assert [frame.call_id for frame in await end.received(1)] == [1]
+    stander.stop()
+
+
+@pytest.mark.parametrize("ending", [Connection.close, Connection.abort])
+async def test_a_connection_ends_while_a_thread_waits(
+    half: tuple[End, socket.socket], stander: Stander, ending: Callable[[Connection], None]
+) -> None:
+    """The other side sees the end at once: the thread's epoll does not keep the socket."""
+    end, far = half
+    stander.wait()
+    ending(end.connection)
+    assert await end.closed() is None
+    async with asyncio.timeout(LONG):
+        assert await asyncio.get_running_loop().sock_recv(far, 1) == b""
+    stander.stop()
+    assert stander.taken == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_frame_is_had_once_and_in_order(half: tuple[End, socket.socket], seed: int) -> None:
+    """A thread that waits now and then, takes some and refuses others, and a loop with other work: a random storm."""
+    end, far = half
+    dice = random.Random(seed)
+    order: list[int] = []
+    end.connection.on_frames = lambda frames: order.extend(frame.call_id for frame in frames)
+    far.setblocking(True)
+    count = 3000
+    stop = threading.Event()
+
+    def on_stood(frames: list[Frame]) -> bool:
+        if dice.random() < 0.3:
+            return False
+        order.extend(frame.call_id for frame in frames)
+        return True
+
+    def stand() -> None:
+        mine = random.Random(seed + 100)
+        while not stop.is_set():
+            epoll = select.epoll()  # another thread, as far as the socket knows
+            if end.connection.attach(epoll):
+                for _ in range(mine.randrange(1, 40)):
+                    kept = mine.random() < 0.5 and end.connection.keep_from_loop()
+                    if epoll.poll(0 if kept else mine.random() / 300):
+                        end.connection.read_once()
+                    if kept:
+                        end.connection.leave_to_loop()
+                    if mine.random() < 0.3:
+                        time.sleep(mine.random() / 2000)
+            epoll.close()
+
+    def send() -> None:
+        mine = random.Random(seed + 200)
+        data = b"".join(encoded(number, bytes(mine.randrange(40))) for number in range(count))
+        while data:
+            size = mine.choice((1, 10, 100, 1000))
+            far.sendall(data[:size])
+            data = data[size:]
+            if mine.random() < 0.2:
+                time.sleep(mine.random() / 1000)
+
+    end.connection.on_stood = on_stood
+    threads = [threading.Thread(target=stand), threading.Thread(target=stand), threading.Thread(target=send)]
+    for thread in threads:
+        thread.start()
+    try:
+        while len(order) < count:
+            if dice.random() < 0.02:
+                end.connection.pause()
+                await asyncio.sleep(0.001)
+                end.connection.resume()
+            seen = len(order)
+            await until(lambda: len(order) > seen or len(order) == count)  # noqa: B023  # it is awaited at once
+    finally:
+        stop.set()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, LONG)
+    assert order == list(range(count))

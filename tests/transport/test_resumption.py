@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
 import random
 import secrets
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator
-from itertools import chain
-from typing import Any
 
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.interrupts import give_back
-from aiorpc.protocol import seal, session
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.session import ACK_BYTES
-from aiorpc.transport import reading, resumption, send_queue, writing
 from aiorpc.transport.connection import Connection
 from tests.tiers import examples
-from tests.transport.ends import LONG, meanwhile, takes_little, until
+from tests.transport.ends import LONG, takes_little, until
 
-FILES = tuple(str(module.__file__) for module in (seal, session, resumption, reading, writing, send_queue))
 LIMIT = 1 << 20
 
 
@@ -221,44 +212,6 @@ async def test_the_acceptor_waits_for_the_opener_also_if_its_old_socket_was_full
     pair.close()
 
 
-class Interrupting(socket.socket):
-    """Whose writer goes on only after a while, when all that it has written has long been read."""
-
-    go_on: threading.Event | None = None
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        sent = super().send(data, flags)
-        if self.go_on is not None:
-            assert self.go_on.wait(30)
-        return sent
-
-
-async def test_an_acknowledgement_that_is_faster_than_the_writer_is_not_forgotten() -> None:
-    """It may come before a thread that has written a frame has come to keep that; the other end says it only once."""
-    pair = Pair(1_000)
-    near, far = pair.ends
-    near.send()
-    await until(lambda: len(far.frames) == 1)
-    session = near.connection.lasting
-    assert session is not None and far.connection.lasting is not None
-    await until(lambda: look(pair) and not session.kept)
-    sock = near.connection._port.sock = Interrupting(fileno=near.connection._port.sock.detach())
-    sock.setblocking(True)
-    going_on = sock.go_on = threading.Event()
-    body = encode_frame(Kind.CALL, near.sent, b"%d" % near.sent + bytes(3_000))
-    writing = asyncio.ensure_future(asyncio.to_thread(near.connection.send, body, urgent=True))
-    await until(lambda: len(far.frames) == 2)
-    acknowledged = near.connection.bytes_received
-    await until(lambda: look(pair) and near.connection.bytes_received > acknowledged)
-    sock.go_on = None
-    going_on.set()
-    await writing
-    near.sent += 1
-    near.send()
-    await until(lambda: look(pair) and len(far.frames) == 3)
-    pair.close()
-
-
 async def test_what_threads_read_is_acknowledged() -> None:
     """By bytes, as what the loop reads: nobody has to look first, and the other end does not wait for that."""
     pair = Pair(2 * ACK_BYTES)
@@ -289,105 +242,6 @@ async def test_what_threads_read_is_acknowledged() -> None:
     pair.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reads", [True, False], ids=["", "by the loop"])
-async def test_a_call_that_interrupts_another_one_breaks_nothing(reads: bool) -> None:
-    """Wherever a signal handler gives the turns of its thread back and waits: each answer comes once, both ends agree.
-
-    reads: whether the thread reads for itself in there.
-    """
-    pair = Pair(sealed=True)
-    pair.cut()
-    await until(lambda: pair.opener.suspended == pair.acceptor.suspended == 1)
-    pair.mend()
-    near, far, by_loop = pair.opener.connection, pair.acceptor.connection, pair.opener.frames
-    answers: list[Frame] = []
-    numbers, limit = itertools.count(), time.monotonic() + LONG
-
-    def answer(frames: list[Frame]) -> None:
-        for frame in frames:
-            far.send(encode_frame(Kind.REPLY, frame.call_id, b""))
-
-    def call(reads: bool) -> None:
-        number = next(numbers)
-
-        def enough() -> bool:
-            assert time.monotonic() < limit, f"no answer to {number} has come"
-            return any(frame.call_id == number for frame in chain(by_loop[-9:], answers[-9:]))
-
-        near.send(encode_frame(Kind.CALL, number, b""), urgent=True)
-        give_back()
-        while not enough():
-            if reads:
-                answers.extend(near.read_here(enough))
-            os.sched_yield()
-
-    def work() -> int:
-        call(True)
-        # What one interruption leaves may be wrong only for the next one, which comes as the thread begins to read.
-        moments = ((at, files) for first in range(300) for at, files in ((first % 60, FILES), (first % 7, FILES[3:4])))
-        return sum(
-            meanwhile(lambda: call(True), at, lambda _: call(reads), *files, signals=True) for at, files in moments
-        )
-
-    far.on_frames = answer
-    near.read_here(lambda: True)  # so that threads may, from now on
-    assert await asyncio.to_thread(work) > 20, "it was not interrupted"
-    assert sorted(frame.call_id for frame in chain(by_loop, answers)) == list(range(next(numbers)))
-    for one, other in ((near, far), (far, near)):
-        assert one.lasting is not None and other.lasting is not None
-        one.look()
-        kept, size = other.lasting.kept, other.queue
-        await until(lambda kept=kept, size=size: not kept and not size)  # type: ignore[misc]  # no type for a default
-        assert (other.lasting.size, other.queue.size) == (0, 0)
-    assert pair.opener.causes == pair.acceptor.causes == [] and pair.opener.suspended == 1
-    pair.close()
-
-
-async def test_frames_are_counted_once_wherever_a_thread_gives_its_reading_back() -> None:
-    """By it, or by the loop that goes on: also if it gives back again as it begins to read the next time."""
-    pair = Pair(sealed=True)
-    pair.cut()
-    await until(lambda: pair.opener.suspended == pair.acceptor.suspended == 1)
-    pair.mend()
-    near, far, by_loop, loop = (
-        pair.opener.connection,
-        pair.acceptor.connection,
-        pair.opener.frames,
-        asyncio.get_running_loop(),
-    )
-    session = near.lasting
-    assert session is not None
-    near.read_here(lambda: True)  # so that threads may, from now on
-    await until(lambda: near._reader.epoll is not None and not far.queue)
-    await until(lambda: session.received > 0)
-    near.pause()  # the loop takes only what a thread has left to it
-    base, sent = session.received, 0
-    answers: list[Frame] = []
-
-    def act(_: str) -> None:
-        give_back()
-        for _turn in range(3):
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LONG)
-
-    def read(at: int) -> bool:
-        tried = itertools.count()
-        return meanwhile(
-            lambda: answers.extend(near.read_here(lambda: next(tried) > 100)), at, act, *FILES[:4], signals=True
-        )
-
-    for at, then in itertools.product(range(50), range(8)):
-        for moment in (at, then):
-            far.send(encode_frame(Kind.REPLY, sent, b""))
-            sent += 1
-            await asyncio.to_thread(read, moment)
-            while len(answers) + len(by_loop) < sent:
-                answers.extend(await asyncio.to_thread(near.read_here, bool))
-        assert session.received - base == sent, f"moments {at} and {then}"
-    assert sorted(frame.call_id for frame in chain(by_loop, answers)) == list(range(sent))
-    pair.close()
-
-
 async def test_an_end_that_is_no_break_is_final() -> None:
     """A frame that is none ends the connection; so does whoever closes it, and the grace that is over."""
     pair = Pair()
@@ -400,27 +254,6 @@ async def test_an_end_that_is_no_break_is_final() -> None:
     pair.opener.connection.abort(cause)
     assert pair.opener.causes == [cause]
     assert pair.opener.connection.ended and not pair.opener.connection.suspended
-
-
-async def test_who_mends_it_is_told_that_it_stays() -> None:
-    """It was halted for a new socket, which was of no use: it is suspended as any other then, and that is told once."""
-    pair = Pair()
-    acceptor = pair.acceptor
-    acceptor.connection.halt()
-    assert (acceptor.connection.suspended, acceptor.suspended) == (True, 0)
-    for _ in range(2):
-        acceptor.connection.stay(ConnectionResetError("of no use"))
-    assert acceptor.connection.suspended and acceptor.suspended == 1
-    await until(lambda: pair.opener.suspended == 1)
-    pair.mend()
-    acceptor.connection.stay(ConnectionResetError("it goes on"))
-    assert (acceptor.connection.suspended, acceptor.suspended) == (False, 1)
-    acceptor.connection.halt()
-    await until(lambda: pair.opener.suspended == 2)
-    pair.mend()  # nobody has to hear of one that goes on
-    acceptor.connection.stay(ConnectionResetError("it goes on"))
-    assert (acceptor.connection.suspended, acceptor.suspended) == (False, 1)
-    pair.close()
 
 
 async def test_a_number_that_cannot_be_leaves_it_suspended() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,12 +92,6 @@ def test_private_directory_that_is_none_is_refused(temporary: Path, kind: str) -
     check_another(path)
 
 
-def test_long_temporary_directories_are_avoided(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket's path has 108 bytes: with a long TMPDIR the directory is under /tmp."""
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 80)))
-    assert sockets.private_directory().parent == Path("/tmp")
-
-
 # --- unix sockets -----------------------------------------------------------------------------------------------------
 
 
@@ -112,20 +105,6 @@ def test_listening_socket_is_private_and_random(folder: Path) -> None:
         assert len(Path(path).stem) == 16
         assert not first.getblocking()
         assert sorted(str(each) for each in folder.iterdir()) == sorted([path, other])
-
-
-def test_failed_listen_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the socket cannot be made ready, neither descriptor nor file stays."""
-
-    def full(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(OSError, match="disk full"):
-        sockets.listen_unix(folder)
-    assert list(folder.iterdir()) == []
-    with pytest.raises(OSError, match="No such file"):
-        sockets.listen_unix(folder / "missing")
 
 
 async def test_connect_and_see_who_it_is(folder: Path) -> None:
@@ -188,27 +167,6 @@ def test_stale_sockets_are_removed_and_live_ones_stay(folder: Path) -> None:
     assert not Path(dead_path).exists()
 
 
-def test_cleaning_never_takes_a_socket_that_is_just_being_made(folder: Path) -> None:
-    """A worker that cleans up while another begins to listen does not remove the other's socket."""
-    stop = threading.Event()
-
-    def clean() -> None:
-        while not stop.is_set():
-            sockets.remove_stale(folder)
-
-    cleaner = threading.Thread(target=clean)
-    cleaner.start()
-    try:
-        for _ in range(100):
-            sock, path = sockets.listen_unix(folder)
-            with sock:
-                assert Path(path).exists()
-            Path(path).unlink(missing_ok=True)
-    finally:
-        stop.set()
-        cleaner.join(10)
-
-
 # --- TCP --------------------------------------------------------------------------------------------------------------
 
 
@@ -225,47 +183,10 @@ def test_port_range_is_kept_and_ends() -> None:
             sock.close()
 
 
-def test_any_port_without_a_range() -> None:
-    """Without a range the system picks a free port, on that interface only."""
-    with sockets.listen_tcp("127.0.0.1", None) as sock:
-        host, port = sock.getsockname()
-        assert host == "127.0.0.1"
-        assert port > 0
-        assert not sock.getblocking()
-
-
 def test_address_that_is_not_ours() -> None:
     """An interface that this machine does not have is an OSError that names it, and no range that nobody has given."""
     with pytest.raises(OSError, match=r"no port to listen on at 192\.0\.2\.1: .*assign"):
         sockets.listen_tcp("192.0.2.1", None)
-
-
-V4, V6 = (socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))
-ELSEWHERE_V4 = (socket.AF_INET, ("192.0.2.1", 0))
-
-
-@pytest.mark.parametrize(
-    ("stands_for", "bound"),
-    [([V6], "::1"), ([V6, V4], "127.0.0.1"), ([ELSEWHERE_V4, V6], "::1"), ([ELSEWHERE_V4, V4], "127.0.0.1")],
-    ids=["IPv6 alone", "both", "one of them is not ours", "the second is ours"],
-)
-def test_a_name_is_listened_on_at_an_address_that_it_stands_for(
-    stands_for: list[tuple[int, tuple[object, ...]]], bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where that is of IPv6 alone; of several, at the first that this host has, one of IPv4 before all others."""
-    found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in stands_for]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
-    with sockets.listen_tcp("name.example", None) as sock:
-        assert sock.getsockname()[0] == bound
-    taken = free_range(1)
-    with sockets.listen_tcp("name.example", taken), pytest.raises(OSError, match=r"on at name\.example in .*in use"):
-        sockets.listen_tcp("name.example", taken)
-
-
-def test_a_name_that_stands_for_no_address_is_named() -> None:
-    """Nobody can listen there."""
-    with pytest.raises(OSError, match=r"'no\.such\.name\.invalid' stands for no address to listen on: "):
-        sockets.listen_tcp("no.such.name.invalid", None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -280,59 +201,3 @@ async def test_connect_tcp_notices_dead_networks(host: str) -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0  # a busy worker is not dead
         assert sockets.peer_uid(sock) is None
         assert sockets.peer_pid(sock) is None
-
-
-def name_of(addresses: Sequence[tuple[str, int]], silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on any name stands for these addresses, of which one host swallows what comes to connect."""
-
-    def getaddrinfo(*_: object, flags: int = 0, **__: object) -> list[tuple[object, ...]]:
-        if flags & socket.AI_NUMERICHOST:
-            raise socket.gaierror("a name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
-
-    connect = sockets._connect_socket
-
-    async def connect_or_not(sock: socket.socket, address: tuple[str, int]) -> None:
-        if address[0] == silent:
-            await asyncio.Event().wait()
-        await connect(sock, address)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(sockets, "_connect_socket", connect_or_not)
-
-
-async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a name's first address refuses or is silent, the next one is used; where all do, the last one's error."""
-    monkeypatch.setattr(sockets, "_EACH", 0.05)
-    with sockets.listen_tcp("127.0.0.1", None) as listener, sockets.listen_tcp("127.0.0.1", None) as closed:
-        good, bad = listener.getsockname(), closed.getsockname()
-        closed.close()
-        addresses = [("127.0.0.2", 1), bad, good]
-        name_of(addresses, "127.0.0.2", monkeypatch)
-        with await sockets.connect_tcp("name", 1) as sock:
-            assert sock.getpeername() == good
-        assert addresses.pop() == good
-        with pytest.raises(ConnectionRefusedError):
-            await sockets.connect_tcp("name", 1)
-        addresses.clear()
-        with pytest.raises(ConnectionError, match="stands for no address"):
-            await sockets.connect_tcp("name", 1)
-
-
-async def test_a_name_that_nobody_knows_cannot_be_connected_to() -> None:
-    """The error is that of the system; and a host that cannot be a name is no other kind of error."""
-    for host in ("no.such.name.invalid", "x" * 100 + ".invalid"):
-        with pytest.raises((OSError, UnicodeError)):
-            await sockets.connect_tcp(host, 1)
-
-
-async def test_silent_addresses_of_a_name_do_not_take_the_time_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are, and however long each is waited for; what is left of the tries goes with the first."""
-    monkeypatch.setattr(sockets, "_EACH", 1000.0)
-    with sockets.listen_tcp("127.0.0.1", None) as listener:
-        name_of([*[("127.0.0.2", 1)] * 3, *[listener.getsockname()] * 2], "127.0.0.2", monkeypatch)
-        before = asyncio.all_tasks()
-        async with asyncio.timeout(20):
-            with await sockets.connect_tcp("name", 1) as sock:
-                assert sock.getpeername() == listener.getsockname()
-        assert asyncio.all_tasks() == before

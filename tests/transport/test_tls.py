@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import socket
 import ssl
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +19,13 @@ from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.interrupts import SocketTurn
-from aiorpc.locks import is_owned
-from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import CHUNK, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport.certificates import Credentials
 from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
 from tests.authority import Authority
 from tests.tiers import examples
-from tests.transport.ends import Interruption
+from tests.transport.ends import LONG, SOON, End, encoded, takes_little, unread, until
 
 MOST = 128 * 1024
 
@@ -126,29 +129,6 @@ def test_frames_arrive_however_they_are_cut_and_read(
         del data[:count]
     assert found(frames) == [(number, size, [b"s" * size, b"t"]) for number, size in enumerate(sizes)]
     assert acceptor.empty and not acceptor.left
-
-
-def test_chunks_are_decrypted_into_their_place(credentials: dict[str, Credentials]) -> None:
-    """The memory of a large buffer is filled without another copy of it."""
-    opener, acceptor = shaken(credentials)
-    place, content = bytearray(1 << 20), os.urandom(1 << 20)
-    acceptor._decoder.place = lambda transfer, body, length: memoryview(place)
-    data = b"".join(bytes(part) for part in encode_frame(CHUNK, 3, b"\x90", [content]))
-    frames = acceptor.feed(encrypted(opener, data))
-    assert len(frames) == 1 and bytes(place) == content
-
-
-@pytest.mark.parametrize("before", [0, 1_000])
-def test_the_end_of_a_large_buffer_is_read_however_its_records_lie(
-    credentials: dict[str, Credentials], before: int
-) -> None:
-    """Its first record is read in part to see what it is, the next ones to where they belong; nothing comes behind."""
-    for size in range(3 * RECORD, 4 * RECORD, 1_111):
-        opener, acceptor = shaken(credentials, read_size=FIRST_READ_SIZE)
-        data = frame(0, before) + frame(1, 0, b"s" * size)
-        wire = b"".join(encrypted(opener, data[at : at + RECORD]) for at in range(0, len(data), RECORD))
-        frames = [*acceptor.feed(wire[:FIRST_READ_SIZE]), *acceptor.feed(wire[FIRST_READ_SIZE:])]
-        assert found(frames)[-1:] == [(1, 0, [b"s" * size])]
 
 
 SPOILT: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
@@ -265,71 +245,231 @@ def test_what_comes_behind_the_end_is_not_waited_for(credentials: dict[str, Cred
 # --- a thread that reads for itself -----------------------------------------------------------------------------------
 
 
-def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Credentials]) -> None:
-    """A second look sees it again; whoever feeds gets it first; taken, it is gone."""
-    opener, acceptor = shaken(credentials)
-    unread = deque([encrypted(opener, frame(1, 10))])
-    assert look(acceptor, unread, MOST) == frame(1, 10)
-    assert len(unread) == 0
-    unread.append(encrypted(opener, frame(2)))
-    assert look(acceptor, unread, MOST) == frame(1, 10) + frame(2)
-    assert found(acceptor.feed(encrypted(opener, frame(3)))) == [(1, 10, []), (2, 0, []), (3, 0, [])]
-    assert look(acceptor, deque([encrypted(opener, frame(4))]), MOST) == frame(4)
-    acceptor.taking()()
-    assert acceptor.feed() == []
+# --- connections with tls over real sockets ---------------------------------------------------------------------------
 
 
-def test_what_is_too_long_to_look_at_is_left(credentials: dict[str, Credentials]) -> None:
-    """No more than asked for is decrypted; the rest comes with the next feed."""
-    opener, acceptor = shaken(credentials)
-    seen = look(acceptor, deque([encrypted(opener, frame(1, 40_000))]), 20_000)
-    assert frame(1, 40_000).startswith(seen) and len(seen) <= 20_000
-    assert acceptor.left
-    assert found(acceptor.feed()) == [(1, 40_000, [])]
+@pytest.fixture(scope="module")
+def credentials_of_tls_connection(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return Credentials(Authority(tmp_path_factory.mktemp("authority")).tls("w"), "w")
 
 
-def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credentials]) -> None:
-    """A frame that ends with the first byte of a record is no reason to forget the rest of that record."""
-    opener, acceptor = shaken(credentials)
-    first, second = frame(1, 10_000), frame(2, 15_000)
-    data = encrypted(opener, first[:-1]) + encrypted(opener, first[-1:] + second)
-    if look(acceptor, deque([data]), 20_000) == first:
-        acceptor.taking()()
-    else:
-        assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
-        return
-    assert acceptor.left
+def layer(credentials_of_tls_connection: Credentials, opener: bool, decoder: FrameDecoder) -> TlsLayer:
+    context, own = credentials_of_tls_connection.context(opener=opener)
+    return TlsLayer(context, decoder, opener=opener, own=own)
 
 
-def release(layer: TlsLayer) -> None:
-    """As a connection does after an interruption."""
-    if is_owned(layer.lock):
-        layer.lock.release()
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        return near, far
 
 
-class Raising:
-    """A TLS object that raises when its work is done, as the ssl module does if a signal handler raised meanwhile."""
+@pytest.fixture
+async def ends(credentials_of_tls_connection: Credentials) -> AsyncIterator[tuple[End, End]]:
+    """Two connections, tied together, that are open; small socket buffers, so that writes are often partial."""
+    near, far = connected()
+    pair = (
+        End(near, "left", partial(layer, credentials_of_tls_connection, True)),
+        End(far, "right", partial(layer, credentials_of_tls_connection, False)),
+    )
+    told: list[End] = []
+    for end in pair:
+        takes_little(end.sock)
+        end.connection.on_open = partial(told.append, end)
+        end.connection.start()
+    await until(lambda: len(told) == 2)
+    yield pair
+    for end in pair:
+        end.connection.abort()
 
-    def __init__(self, layer: TlsLayer, after: int) -> None:
-        self.read, self.left = layer._read, after
-        layer._read = self
 
-    def __call__(self, size: int, buffer: memoryview) -> int:
-        count = self.read(size, buffer)
-        self.left -= 1
-        if self.left < 0:
-            raise Interruption
-        return count
+class Far:
+    """The bare socket at the other end of a connection, and its side of TLS."""
+
+    def __init__(self, sock: socket.socket, tls: TlsLayer) -> None:
+        self.sock, self._tls = sock, tls
+        sock.setblocking(False)
+
+    def send(self, data: bytes) -> None:
+        self.send_raw(self.encrypted(data))
+
+    def encrypted(self, data: bytes) -> bytes:
+        self._tls.encrypt(data)
+        return self._tls.outgoing.read()
+
+    def send_raw(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def shake(self) -> None:
+        """Take what has come of TLS itself, and answer."""
+        with contextlib.suppress(BlockingIOError):
+            self._tls.feed(self.sock.recv(1 << 16))
+        if data := self._tls.outgoing.read():
+            self.send_raw(data)
+
+    def frames(self) -> list[Frame]:
+        """What has come."""
+        found: list[Frame] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := self.sock.recv(1 << 16):
+                found += self._tls.feed(data)
+        return found
 
 
-@pytest.mark.parametrize("after", range(4))
-def test_a_read_that_raises_when_it_is_done_counts(credentials: dict[str, Credentials], after: int) -> None:
-    """The first byte of a record, and all that was left of it."""
-    opener, acceptor = shaken(credentials)
-    expected = frame(1, 10) + frame(2)
-    unread = deque([encrypted(opener, expected[:9]) + encrypted(opener, expected[9:])])
-    raising = Raising(acceptor, after)
-    with pytest.raises(Interruption):
-        look(acceptor, unread, MOST)
-    acceptor._read = raising.read
-    assert look(acceptor, unread, MOST) == expected
+@pytest.fixture
+async def half(credentials_of_tls_connection: Credentials) -> AsyncIterator[tuple[End, Far]]:
+    """A connection that is open, and the bare socket at its other end."""
+    near, far = connected()
+    with far:
+        end = End(near, "half", partial(layer, credentials_of_tls_connection, True))
+        other = Far(
+            far, layer(credentials_of_tls_connection, False, FrameDecoder(max_body=1 << 24, max_segment=1 << 24))
+        )
+        opened: list[None] = []
+        end.connection.on_open = partial(opened.append, None)
+        end.connection.start()
+
+        def shaken() -> bool:
+            other.shake()
+            return bool(opened)
+
+        await until(shaken)
+        other.shake()
+        yield end, other
+        end.connection.abort()
+
+
+@pytest.fixture
+async def shared(half: tuple[End, Far]) -> tuple[End, Far]:
+    """A connection that threads may read on, and its other end."""
+    looked = threading.Event()
+
+    def enough() -> bool:
+        looked.set()
+        return True
+
+    async with asyncio.timeout(LONG):
+        while not looked.is_set():
+            await asyncio.to_thread(half[0].connection.read_here, enough)
+    return half
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+async def test_large_buffers_arrive_in_their_place(ends: tuple[End, End]) -> None:
+    """Segments, and chunks in the memory that was meant for them."""
+    left, right = ends
+    content, place = os.urandom(3_000_001), bytearray(1 << 20)
+    right.connection.decoder.place = lambda transfer, body, length: memoryview(place)[:length]
+    left.send(1, b"body", content)
+    left.connection.send(encode_frame(CHUNK, 2, b"\x90", [content[: 1 << 20]]))
+    left.send(3)
+    frames = await right.received(3)
+    assert [frame.call_id for frame in frames] == [1, 2, 3]
+    assert bytes(frames[0].segments[0]) == content
+    assert bytes(place) == content[: 1 << 20]
+
+
+async def test_both_ways_at_once_from_many_threads(ends: tuple[End, End]) -> None:
+    """Each thread's frames arrive in its order, while both sides send and read."""
+
+    def send(end: End, thread: int) -> None:
+        for number in range(50):
+            end.send(thread << 16 | number, bytes(number * 400), urgent=number % 3 == 0)
+
+    await asyncio.gather(*(asyncio.to_thread(send, end, thread) for end in ends for thread in range(3)))
+    for end in ends:
+        frames = await end.received(150)
+        for thread in range(3):
+            assert [f.call_id & 0xFFFF for f in frames if f.call_id >> 16 == thread] == list(range(50))
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])
+async def test_one_flipped_bit_ends_the_connection(shared: tuple[End, Far], waits: bool) -> None:
+    """Whoever reads: nothing of it is handed out, and the other side gets an alert."""
+    end, far = shared
+    waiter = await Waiter(end).looks() if waits else None
+    data = bytearray(far.encrypted(encoded(7)))
+    data[9] ^= 1
+    far.send_raw(bytes(data))
+    if waiter is not None:
+        await waiter.ended()
+        assert waiter.taken == []
+    assert isinstance(await end.closed(), ProtocolError)
+    assert end.frames == []
+    with pytest.raises(PeerRefused, match="bad record mac"):
+        far.frames()
+
+
+async def test_an_error_of_on_open_closes_the_connection(credentials_of_tls_connection: Credentials) -> None:
+    """Whoever looks at the certificate may refuse it: nothing is sent."""
+    near, far = connected()
+    left = End(near, "left", partial(layer, credentials_of_tls_connection, True))
+    right = End(far, "right", partial(layer, credentials_of_tls_connection, False))
+
+    def refuse() -> None:
+        raise PeerRefused("not you")
+
+    left.connection.on_open = refuse
+    right.connection.start()
+    left.connection.start()
+    cause = await left.closed()
+    assert isinstance(cause, PeerRefused) and "not you" in str(cause)
+    await right.closed()
+    assert right.frames == []
+
+
+# --- threads that read for themselves ---------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A thread that reads on a connection until an answer is there, or until it is told to stop."""
+
+    def __init__(self, end: End) -> None:
+        self.connection = end.connection
+        self.taken: list[Frame] = []
+        self.stop = threading.Event()
+        self.looking = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.taken += self.connection.read_here(self._enough)
+
+    def _enough(self) -> bool:
+        self.looking.set()
+        return self.stop.is_set()
+
+    async def looks(self) -> Waiter:
+        assert await asyncio.to_thread(self.looking.wait, LONG)
+        return self
+
+    async def ended(self) -> None:
+        """Wait until it has gone by itself."""
+        try:
+            await asyncio.to_thread(self.thread.join, SOON)
+            assert not self.thread.is_alive(), "it reads on"
+        finally:
+            self.stop.set()
+            await asyncio.to_thread(self.thread.join, LONG)
+
+
+async def test_waiter_takes_answers_in_pieces(shared: tuple[End, Far]) -> None:
+    """Once all of them are there, however the records are cut; the loop goes on behind them."""
+    end, far = shared
+    data = far.encrypted(encoded(7)[:11]) + far.encrypted(encoded(7)[11:] + encoded(8, b"x" * 20_000))
+    waiter = await Waiter(end).looks()
+    for start in range(0, len(data), 700):
+        far.send_raw(data[start : start + 700])
+        if start + 700 < len(data):
+            await until(lambda: not unread(end.sock))
+    await waiter.ended()
+    assert [frame.call_id for frame in waiter.taken] == [7, 8]
+    far.send(encoded(9))
+    assert [frame.call_id for frame in await end.received(1)] == [9]
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
