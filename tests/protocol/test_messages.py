@@ -678,7 +678,7 @@ def test_lists_in_lists_are_no_message(within: Any) -> None:
     deep: list[Any] = []
     for _ in range(sys.getrecursionlimit() + 10):
         deep = [deep]
-    with pytest.raises(ProtocolError, match="a message about tests that is none"):
+    with pytest.raises(ProtocolError, match="a message about tests is malformed"):
         FAMILY.read(within(deep))
 
 
