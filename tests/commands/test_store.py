@@ -81,7 +81,7 @@ def test_an_address_that_nobody_can_read_is_told(where: str, what: str) -> None:
         os.close(writing)
     assert ended.returncode == 1
     said = ended.stderr.splitlines()[-1]
-    assert said.startswith("python -m aiorpc store: cannot write what it has to say: ") and what in said
+    assert said.startswith("python -m aiorpc store: cannot write its output: ") and what in said
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
 

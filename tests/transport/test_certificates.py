@@ -72,7 +72,7 @@ def test_roles_are_compared_too() -> None:
     assert not names().permits("anybody")
     assert not Certificate((), ("",), b"").permits("w1", "actor")
     assert "'w1', role 'learner'" in names("w1").describe()
-    assert "nobody" in Certificate((), (), b"").describe()
+    assert "no worker" in Certificate((), (), b"").describe()
 
 
 def test_good_files_are_taken(authority: Authority) -> None:
