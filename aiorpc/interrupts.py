@@ -125,7 +125,7 @@ def _may_interrupt(frame: FrameType | None) -> bool:
 
 
 _interrupts = _Interrupts()
-follow = _interrupts.follow
+follow: Callable[[bool], None] = _interrupts.follow
 
 
 def ends_program(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import ProtocolError
 from ..interrupts import acquire
@@ -114,7 +114,7 @@ class SharedMemory(Channel):
         self.lender: Lender = Lender(arena)
         self.lender.refused = self.traffic.refused
         self.borrower: Borrower = Borrower(surroundings.watch)
-        self.released = self.borrower.released
+        self.released: deque[Any] = self.borrower.released
         self._pid = pid
         self._least = least
         self._around = surroundings

@@ -338,7 +338,7 @@ class _Versioned(Struct, array_like=True):
 _read_version = reader(_Versioned)
 _read_introduction = reader(Introduction)
 _read_challenge = reader(Challenge)
-read_hello = reader(Hello)
+read_hello: Callable[[Buffer], Hello] = reader(Hello)
 
 
 def read_introduction(data: Buffer) -> Introduction:

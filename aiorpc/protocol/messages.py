@@ -437,12 +437,12 @@ def _put_bytes(payload: Values) -> None:
     payload.data = ()
 
 
-read_error = reader(Error)
-read_cancel = reader(Cancel)
-read_credit = reader(Credit)
-read_goodbye = reader(Goodbye)
-read_parcel = reader(Parcel)
-read_release = reader(Release)
+read_error: Callable[[Buffer], Error] = reader(Error)
+read_cancel: Callable[[Buffer], Cancel] = reader(Cancel)
+read_credit: Callable[[Buffer], Credit] = reader(Credit)
+read_goodbye: Callable[[Buffer], Goodbye] = reader(Goodbye)
+read_parcel: Callable[[Buffer], Parcel] = reader(Parcel)
+read_release: Callable[[Buffer], Release] = reader(Release)
 
 
 def read_channel(body: Buffer) -> ChannelMessage:

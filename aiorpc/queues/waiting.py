@@ -62,10 +62,10 @@ class Request:
     __slots__ = ("call", "futures", "number", "peer", "state", "waits")
 
     def __init__(self, number: int, futures: Sequence[WaitingFuture]) -> None:
-        self.number = number
-        self.futures = futures
-        self.waits = False
-        self.state = State.ENDED
+        self.number: int = number
+        self.futures: Sequence[WaitingFuture] = futures
+        self.waits: bool = False
+        self.state: State = State.ENDED
         self.peer: Peer | None = None
         self.call: CallFuture | None = None
 

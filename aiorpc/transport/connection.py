@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ProtocolError
-from ..protocol.frames import Frame, FrameDecoder
+from ..interrupts import SocketTurn
+from ..protocol.frames import Buffer, Frame, FrameDecoder
 from ..protocol.handshake import MOST
 from ..protocol.seal import Seal
 from ..protocol.session import Session
@@ -21,7 +23,7 @@ from .lingering import Lingering
 from .port import Port
 from .reading import FrameReader
 from .resumption import Resumption
-from .send_queue import SendQueue
+from .send_queue import SendQueue, Unsent
 from .silence import Silence, hear
 from .sockets import unread
 from .tls import TlsLayer
@@ -29,6 +31,20 @@ from .writing import FrameWriter
 
 # Seconds for writing the rest, and for the other side to close as well.
 CLOSING = 1.0
+
+
+class _Send(Protocol):
+    """`FrameWriter.send`."""
+
+    def __call__(
+        self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False, unsent: Unsent | None = None
+    ) -> None: ...
+
+
+class _LeaveToLoop(Protocol):
+    """`FrameReader.leave_to_loop`."""
+
+    def __call__(self, patience: float = 0) -> None: ...
 
 
 def _of_port(name: str) -> Any:
@@ -90,16 +106,24 @@ class Connection:
         port.owner = self
         self.label = label
         self.queue: SendQueue = writer.queue
-        self.send = writer.send
-        self.push, self.flush = writer.push, writer.flush
-        self.unseal, self.hand_on = reader.unseal, reader.hand_on
-        self.read_here, self.read_on_loop = reader.read_here, reader.read_on_loop
-        self.attach, self.read_once = reader.attach, reader.read_once
-        self.keep_from_loop, self.leave_to_loop = reader.keep_from_loop, reader.leave_to_loop
-        self.readable = reader.readable
-        self.last, self.look = resumption.last, resumption.look
-        self.may_begin, self.counted = resumption.may_begin, resumption.counted
-        self.halt, self.stay = resumption.halt, resumption.stay
+        self.send: _Send = writer.send
+        self.push: Callable[[], None] = writer.push
+        self.flush: Callable[[], None] = writer.flush
+        self.unseal: Callable[[bytes], None] = reader.unseal
+        self.hand_on: Callable[[list[Frame]], None] = reader.hand_on
+        self.read_here: Callable[[Callable[[], bool]], Sequence[Frame]] = reader.read_here
+        self.read_on_loop: Callable[[], None] = reader.read_on_loop
+        self.attach: Callable[[select.epoll], bool] = reader.attach
+        self.read_once: Callable[[], None] = reader.read_once
+        self.keep_from_loop: Callable[[], bool] = reader.keep_from_loop
+        self.leave_to_loop: _LeaveToLoop = reader.leave_to_loop
+        self.readable: Callable[[], None] = reader.readable
+        self.last: Callable[[int], None] = resumption.last
+        self.look: Callable[[], None] = resumption.look
+        self.may_begin: Callable[[Session, SocketTurn], bool] = resumption.may_begin
+        self.counted: Callable[[list[Frame], Session], list[Frame]] = resumption.counted
+        self.halt: Callable[[], None] = resumption.halt
+        self.stay: Callable[[OSError], None] = resumption.stay
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.session = b""
         self.takes_at_once = MOST

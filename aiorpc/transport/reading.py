@@ -72,20 +72,20 @@ class FrameReader:
 
     def __init__(self, port: Port, writer: FrameWriter, decoder: FrameDecoder, label: str) -> None:
         self.label = label
-        self.decoder = decoder
+        self.decoder: FrameDecoder = decoder
         self.source: FrameDecoder | Unsealer | TlsLayer = port.tls or decoder
         self.unsealer: Unsealer | None = None
         self.turn: int = TURN_BYTES if port.tls is None else GUARDED_TURN_BYTES  # bytes of one turn
         self.turn_frames: int = TURN_FRAMES
         self.reading: RLock = RLock()  # the loop may close the connection while it reads
         self.unread: deque[bytes] = deque()
-        self.left = False
+        self.left: bool = False
         self.left_frames: list[Frame] = []
         self.epoll: select.epoll | None = None
         self._port = port
         self._writer = writer
         self._portion = 0  # bytes of one read; 0: as many as there is room for
-        self.sharing = False
+        self.sharing: bool = False
         self._kept = False  # whether a thread has taken the socket out of the epoll for a while
 
     def unseal(self, key: bytes) -> None:

@@ -44,7 +44,7 @@ class FrameWriter:
         if port.tls is not None:
             self.queue.use_tls(port.tls)
         self.lock: RLock = RLock()  # reentrant because it knows its owner; no thread enters it twice
-        self.blocked = False  # the socket was full, and the loop waits for it; or a session or suspension blocks
+        self.blocked: bool = False  # the socket was full, and the loop waits for it; or a session or suspension blocks
         self._port = port
         # True: the loop is going to flush. An id: of the thread that is about to ask it.
         self._scheduled: bool | int = False

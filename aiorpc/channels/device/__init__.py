@@ -23,6 +23,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class Devices(Channel):
     on_devices = True
     borrows = False
     tracks = True
-    anywhere = (_SLOTS,)
+    anywhere: Sequence[list[object]] = (_SLOTS,)
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Devices(Channel):
         self.around: Surroundings = surroundings
         self._closed = False
         self._let_go = self._gone = False
-        self.released = self._receiver.released
+        self.released: deque[Any] = self._receiver.released
 
     def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer], copies: object = None) -> list[Wire | None]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
@@ -179,7 +180,8 @@ class Devices(Channel):
 
     def introduced(self, theirs: Any) -> None:
         """The other end's descriptor has come: choose a way."""
-        self.route, way, reason = self.around.introduced(theirs)
+        route, way, reason = self.around.introduced(theirs)
+        self.route = route
         self.choose(way, reason)
 
     def on_buffer(self, fields: list[object], buffer: Buffer | Exception) -> None:

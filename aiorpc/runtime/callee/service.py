@@ -34,6 +34,7 @@ from ...protocol.reference_messages import PassedReference
 from ...protocol.states import CallOutcome
 from ...transport.connection import Connection
 from ..calls.current import CommonHome, ServedCall
+from ..calls.pending import PendingCall
 from ..calls.permits import permits_of
 from ..gradients.contexts import Gradients
 from ..links.link import KindMethod, Link
@@ -145,8 +146,8 @@ class Service:
         self._backlog = Backlog(home.engine, self.link, connection)
         self._served = served = ServedCalls(home.engine, record.name)
         self.calls: dict[int, ServedCall] = served.calls
-        self.pending_calls = served.pending_calls
-        self.user_calls = served.user_calls
+        self.pending_calls: Callable[[], list[PendingCall]] = served.pending_calls
+        self.user_calls: Callable[[], int] = served.user_calls
         self._answers = Answers(
             home.engine, self.link, connection, self._caller, home.gradients, home.references, self._backlog, served
         )

@@ -78,7 +78,7 @@ class MemberCall:
         self._site: CallSite | None = site
         self.parent: tuple[str, int] | None = parent
         self.part_of: tuple[str, int | str] = "group", group._number
-        self.size = 0
+        self.size: int = 0
         self.system = self.streamed = self.patient = False
         self.again: bool | None = None
         self._arrival: Arrival | None = None

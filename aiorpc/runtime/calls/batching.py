@@ -188,7 +188,7 @@ class Batcher(Generic[T_co]):
         self._max_size = max_size
         self._signature, self._plain_count = _signature(function, owner is not None)
         self._owner = owner
-        self.numbers = itertools.count(1)
+        self.numbers: itertools.count[int] = itertools.count(1)
         self._lock = Lock()
         self._open: Batch | None = None
         self._waiting: dict[Batch, None] = {}

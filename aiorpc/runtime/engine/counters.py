@@ -14,9 +14,9 @@ class Counters:
 
     def __init__(self) -> None:
         self.made = 0  # calls of users made here; each try of a call with retries is one
-        self.made_ended = dict.fromkeys(CallOutcome, 0)  # ended ones
+        self.made_ended: dict[CallOutcome, int] = dict.fromkeys(CallOutcome, 0)  # ended ones
         self.served = 0  # calls of users served here
-        self.served_ended = dict.fromkeys(CallOutcome, 0)  # refused ones, too, which were not served
+        self.served_ended: dict[CallOutcome, int] = dict.fromkeys(CallOutcome, 0)  # and refused ones
         self.failed_unheard = 0  # handlers that raised after their callers had given up
         self.late_answers = 0
         self.retried = 0

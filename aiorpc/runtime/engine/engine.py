@@ -8,9 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import Overloaded, WorkerClosed, WouldBlockLoop
 from ...locks import Lock
@@ -98,7 +99,7 @@ class Engine:
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links call them in this order
         self.call_observers: CallObservers = ()
-        self.observing = Lock()  # held while that tuple is replaced
+        self.observing: AbstractContextManager[Any] = Lock()  # held while that tuple is replaced
         self.numbers: itertools.count[int] = itertools.count(1)
         # On one core busy polling would delay the other end.
         busy = options.busy_wait if cores() >= 2 else 0.0

@@ -22,7 +22,7 @@ class DeviceContext(ChannelContext):
     """See the module. A worker without devices has this channel, too: tensors from another worker's device may be sent
     to it, and answers may go to a device. The link opens it at once, and `introduced` settles the way."""
 
-    name = Devices.name
+    name: str = Devices.name
     priority = 0
     on_devices = True
 
