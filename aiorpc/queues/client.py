@@ -549,8 +549,10 @@ class Client:
         yet.
         """
         for worker, causes in gone.items():
-            self._lost.append(self._loss(worker, causes))
-            logger.warning("worker %s: %s", self.node.engine.name, self._lost[-1])
+            loss = self._loss(worker, causes)
+            self._lost.append(loss)
+            # Its text alone: handlers of logs keep records, and its traceback has the item.
+            logger.warning("worker %s: %s", self.node.engine.name, foreign.text_of(loss))
         if finished:
             self._calls.tell("finish_items", finished)
 
