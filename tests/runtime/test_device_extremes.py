@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -540,6 +541,23 @@ async def do_all(name: str, seed: int, breaking: bool, rounds: int) -> None:
         queue.close()
         await rpc.unpublish(f"by-{name}")
         LEFT[name] = left
+
+
+@pytest.fixture(autouse=True)
+def _records_of_text() -> Iterator[None]:
+    """pytest keeps the records of the log: without their tracebacks, whose frames keep tensors in memory of devices."""
+
+    def write_out(record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
+        return True
+
+    log = logging.getLogger("aiorpc")
+    log.addFilter(write_out)
+    try:
+        yield
+    finally:
+        log.removeFilter(write_out)
 
 
 READY: set[str] = set()
