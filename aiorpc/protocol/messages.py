@@ -294,6 +294,7 @@ CLASSES: dict[int, type[Any]] = {
 _CHUNK = struct.Struct("<QQ")
 _KEYS = frozenset((str,))
 _LONG = frozenset((str, bytes))
+_FLAT = PLAIN.union(CONTAINERS)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -316,7 +317,9 @@ def write_plain(kind: int, call_id: int, message: V, limit: int) -> list[Buffer]
     """
     values = message.payload.values
     kinds = set(map(type, values))
-    if not (kinds <= PLAIN or _has_one_flat(values)) or not (kinds.isdisjoint(_LONG) or _is_short(values, limit)):
+    if not (kinds <= PLAIN or (kinds <= _FLAT and _has_one_flat(values))):
+        return None
+    if not (kinds.isdisjoint(_LONG) or _is_short(values, limit)):
         return None
     try:
         body = _pack_bytes(message) if bytes in kinds else pack(message)

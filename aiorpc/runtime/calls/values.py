@@ -91,16 +91,17 @@ def encode(
     out: Outgoing | None = None
     try:
         places = _places_of_tensors(values)
-        described = _describe_at_once([values[place] for place in places], route) if places else None
+        tensors = [values[place] for place in places]
+        described = _describe_at_once(tensors, route) if tensors else None
         buffers: Sequence[AnyBuffer]
         if described is not None:
             table, buffers = described
             plain, gradients = [*values], None
             for position in places:
                 plain[position] = None
-            if tape is not None and any(values[place].requires_grad for place in places):
+            if tape is not None and any(tensor.requires_grad for tensor in tensors):
                 out = Outgoing(target)
-                gradients = _record(tape, [values[place] for place in places], table, out)
+                gradients = _record(tape, tensors, table, out)
             said = Values(plain, tensors_at=places, table=table, gradients=gradients)
         else:
             out = Outgoing(

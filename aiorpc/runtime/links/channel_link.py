@@ -17,8 +17,8 @@ from .returns import Returns
 PIECES = 1 << 63
 
 
-class LinkForChannels(Protocol):
-    """What the ends of channels need of a link."""
+class LinkFacts(Protocol):
+    """What each part of a link knows of it."""
 
     @property
     def engine(self) -> Engine: ...
@@ -31,6 +31,10 @@ class LinkForChannels(Protocol):
 
     @property
     def opener(self) -> bool: ...
+
+
+class LinkForChannels(LinkFacts, Protocol):
+    """What the ends of channels need of a link."""
 
     @property
     def returns(self) -> Returns: ...

@@ -17,11 +17,10 @@ from ...logs import logger
 from ...protocol import messages
 from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame, encode_frame
 from ...protocol.handshake import shown
-from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
 from ..engine.coalesced import CoalescedCallback
-from ..engine.engine import Engine
+from .channel_link import LinkFacts
 from .messages import LINK, MESSAGES, Attach, Pipe
 
 # Seconds until a second connection is opened before chunks wait for it.
@@ -30,20 +29,8 @@ PIPE_PAUSE = 0.02
 _AHEAD = 2
 
 
-class LinkForSecond(Protocol):
+class LinkForSecond(LinkFacts, Protocol):
     """What its second connection needs of a link."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def connection(self) -> Connection: ...
-
-    @property
-    def record(self) -> WorkerRecord: ...
-
-    @property
-    def opener(self) -> bool: ...
 
     @property
     def closed(self) -> bool: ...
