@@ -50,7 +50,7 @@ def marked() -> dict[str, FunctionType]:
     """Every handler of the runtime that bears a mark, by its name."""
     found: dict[str, FunctionType] = {}
     for info in pkgutil.walk_packages(aiorpc.__path__, "aiorpc."):
-        if info.name.endswith("__main__"):
+        if info.name.endswith(("__main__", "compat.torchrl")):  # the import runs a command, or changes torch's modules
             continue
         module = importlib.import_module(info.name)
         spaces = [module, *(each for each in vars(module).values() if isinstance(each, type))]
