@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from .commands import certificates, store
+#: The commands. Each is a module of `commands` with `add_arguments(parser)` and `run(options) -> int`. Only the module
+#: of the command that is run is imported: some need torch, whose import takes a second.
+COMMANDS = {
+    "certificates": "make an authority and certificates of workers, for a test bed",
+    "ps": "list the groups and workers of this user on this host",
+    "store": "serve a store where workers meet, which outlives all of them",
+}
 
-#: Modules with `SUMMARY`, `add_arguments(parser)` and `run(options) -> int`, by the name of the command.
-COMMANDS = {"certificates": certificates, "store": store}
+
+def module_of(command: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f".commands.{command.replace('-', '_')}", __package__)
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments."""
+def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """All commands, and the arguments of the command that the first of these arguments names."""
     options = argparse.ArgumentParser(prog="python -m aiorpc", description="What one does around workers of aiorpc.")
     commands = options.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, module in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=module.SUMMARY, description=module.__doc__))
+    for name, summary in COMMANDS.items():
+        module = module_of(name) if name in arguments[:1] else None
+        of_command = commands.add_parser(name, help=summary, description=None if module is None else module.__doc__)
+        if module is not None:
+            module.add_arguments(of_command)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status."""
-    options = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser(arguments).parse_args(arguments)
     prefix = f"python -m aiorpc {options.command}"
     try:
-        status: int = COMMANDS[options.command].run(options)
+        status: int = module_of(options.command).run(options)
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:  # of output; commands report their other errors

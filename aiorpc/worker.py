@@ -21,6 +21,7 @@ from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
 from .futures import Future
+from .observability import endpoint
 from .options import RpcBackendOptions, seconds
 from .protocol.identity import WorkerInfo, check_name
 from .protocol.retries import Backoff
@@ -116,6 +117,7 @@ class Worker:
                 events=self._events,
                 objects=self._objects,
                 role=self.role,
+                accompany=endpoint.accompany,
             )
         )
         self._own_loop: LoopThread | None = None

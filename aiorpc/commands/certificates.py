@@ -19,8 +19,6 @@ from ..errors import RpcUsageError
 from ..protocol.identity import NAME_LIMIT, check_name
 from ..transport.certificates import ROLE
 
-SUMMARY = "make an authority and certificates of workers, for a test bed"
-
 _PAST = datetime.timedelta(hours=1)  # clocks differ
 
 

@@ -18,8 +18,6 @@ from ..errors import RendezvousError
 from ..runtime.meeting.meeting_place import MeetingPlace, local_address
 from ..runtime.meeting.stores import serve
 
-SUMMARY = "serve a store where workers meet, which outlives all of them"
-
 _ALL = ("0.0.0.0", "::")
 
 

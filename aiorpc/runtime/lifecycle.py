@@ -176,6 +176,8 @@ class Lifecycle:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
+        if plan.accompany is not None:
+            plan.accompany(node, self._stack)
         if plan.worker._thread is None and registry.hosted is not plan.worker:
             self._stack.callback(_watch_loop(node).cancel)
         return node

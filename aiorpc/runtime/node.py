@@ -70,7 +70,8 @@ class Plan:
     """The user's description of a worker, before anything of it exists.
 
     worker: the `Worker` in the user's program. claims: about its devices, for the others. objects: served under names.
-    role: as in its record.
+    role: as in its record. accompany: called on its loop when it has met the others, with its exit stack, by which the
+    packages above the runtime follow its life.
     """
 
     worker: Any
@@ -86,6 +87,7 @@ class Plan:
     events: Events
     objects: Objects
     role: str = ""
+    accompany: Callable[[Node, AsyncExitStack], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ THE_LEADER = "the leader of the group"
 RUNS_THE_PASS = "the worker that runs the pass"
 HAS_A_PART = "members with the context"
 MAY_CALL_IT = "members whose role may call the method"
+MAY_LOOK = "members whose role may call it"
 READERS = "members whose role may read the name"
 DROP_IN = "every member; with the drop-in alone"
 LEADS_IT = "who leads that gathering; with the drop-in alone"
@@ -40,6 +41,7 @@ _PARTS = "aiorpc.autograd.parts"
 _CONTEXTS = "aiorpc.autograd.contexts"
 _QUEUE = "aiorpc.queues.served:ServedQueue"
 _TORCH = "aiorpc.compat.torch.rpc"
+_ASKED = "aiorpc.observability.asked"
 
 #: All of them, by module.
 HANDLERS: Sequence[OwnHandler] = (
@@ -86,6 +88,8 @@ HANDLERS: Sequence[OwnHandler] = (
     OwnHandler(f"{_PARTS}:abort", RUNS_THE_PASS, "its own pass", CALLS),
     OwnHandler(f"{_CONTEXTS}:forget", EVERY_MEMBER, "its own contexts; of others' their openers are asked", CALLS),
     OwnHandler(f"{_CONTEXTS}:has_ended", EVERY_MEMBER, "contexts of this worker", CALLS),
+    OwnHandler(f"{_ASKED}:report", MAY_LOOK, "this worker"),
+    OwnHandler(f"{_ASKED}:stacks", MAY_LOOK, "the process of this worker"),
     OwnHandler(f"{_TORCH}.api:_gather_to_leader", DROP_IN, "itself, in a gathering that this worker leads", GATHERINGS),
     OwnHandler(f"{_TORCH}.api:_broadcast_to_followers", LEADS_IT, "a gathering of this worker", GATHERINGS),
     OwnHandler(f"{_TORCH}.api:_nobody_waits", DROP_IN, "another member, which is asked before it is believed", CALLS),

@@ -57,7 +57,8 @@ class Engine:
     could take a waiting task. waits: of its program and its handlers, beside calls. poll: keeps the loop awake for a
     moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
     each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
-    each step of each call; replaced in the same way. numbers: of group calls, calls with retries and batches.
+    each step of each call; replaced in the same way. numbers: of group calls, calls with retries and batches. began:
+    ``time.monotonic()`` seconds.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Engine:
         self.bounds: Bounds = Bounds()
         self.counters: Counters = Counters()
         self.tasks: Tasks = Tasks(self.loop)
+        self.began: float = time.monotonic()
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -82,6 +82,12 @@ class LoopMonitor:
         self.blocked_count: int = 0
         """Times the loop was blocked for more than ``warn_after`` (0 if that is 0)."""
 
+    def silent(self) -> float:
+        """Seconds since when the timer is overdue; 0.0 while it is not, and while the loop does not run. Any thread."""
+        tick = self._tick
+        late = 0.0 if tick is None else time.monotonic() - tick.due - tick.excused
+        return late if late > self._interval and self._loop.is_running() else 0.0
+
     def start(self) -> None:
         """Begin to measure. Nothing if it has begun."""
         if self._handle is not None:

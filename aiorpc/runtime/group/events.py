@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,8 @@ from ...protocol.identity import WorkerInfo
 
 # Events kept for a listener that does not take them.
 _MOST_EVENTS = 65_536
+# Events kept for those who look at the worker from outside.
+_RECENT = 256
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ Event = WorkerJoined | WorkerLeft | WorkerLost | WorkerReplaced | WorkerSuspende
 
 
 class Events:
-    """The listeners of one worker. Any thread."""
+    """The listeners of one worker. Any thread. recent: the last events, each with its time (``time.time()``)."""
 
     def __init__(self) -> None:
+        self.recent: deque[tuple[float, Event]] = deque(maxlen=_RECENT)
         self._ended = False
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         # asyncio holds waiting tasks weakly. Their listeners, which lead to the tasks, are held here for the program.
@@ -109,6 +113,7 @@ class Events:
     def publish(self, event: Event) -> None:
         """Tell all listeners."""
         with self._lock:
+            self.recent.append((time.time(), event))
             for listener in list(self._listeners):
                 listener._put(event)
 

@@ -98,7 +98,8 @@ class ArrivedVersion(NamedTuple):
 class Prefetcher:
     """Fetches for one subscription. On the loop; any thread may call `take`, `forget` and `close_later`.
 
-    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none.
+    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none; came: when it
+    did (``time.monotonic()``).
     kept: that version, for readers that come when its publisher has gone; None if the program may have changed its
     bytes.
     """
@@ -115,6 +116,7 @@ class Prefetcher:
         self._publications = publications
         self._outbound = publications.outbound
         self.newest: int = 0
+        self.came: float = 0.0
         self._made_by = -1  # id of the publisher of `newest`
         self._maps = False
         self._views: dict[int, SlotView] = {}
@@ -402,6 +404,7 @@ class Prefetcher:
 
     def _arrived(self, arrival: ArrivedVersion) -> None:
         edition = arrival.edition
+        self.came = time.monotonic()
         self.newest, self._made_by, self._size, self._trouble = edition.version, edition.publisher, edition.size, ""
         # The program may write to bytes that came without a slot. A version without bytes is all in its message, which
         # does not change.

@@ -1,0 +1,5 @@
+"""Seeing a group from inside and outside: reports, stacks, who waits for whom, metrics, traces, one time axis.
+
+In a worker's process `endpoint` answers those who look, in a thread of its own. `reader` asks from outside. Modules
+that the commands of ``python -m aiorpc`` use (`report`, `reader`) import no torch.
+"""

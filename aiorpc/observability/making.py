@@ -1,0 +1,221 @@
+"""A worker's report on itself, as `report.WorkerReport`. Any thread, also while the worker's loop stands still."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+
+from .. import _version
+from ..protocol.identity import WorkerRecord, legible
+from ..queues.served import ServedQueue
+from ..runtime.callee.service import Service
+from ..runtime.caller.peer import Peer
+from ..runtime.calls.current import ServedCall
+from ..runtime.node import Node
+from ..runtime.statistics import Statistics, collect
+from ..sites import describe_site
+from .report import (
+    SeenCall,
+    SeenEvent,
+    SeenLoop,
+    SeenMember,
+    SeenName,
+    SeenQueue,
+    SeenReader,
+    SeenSubscription,
+    WorkerReport,
+)
+from .stacks import stack_of_call, stack_of_thread
+
+#: The oldest so many calls of each side are in a report, and so many members.
+_MOST = 1000
+
+
+def report_of(node: Node) -> WorkerReport:
+    """What one sees of that worker now."""
+    engine, now = node.engine, time.monotonic()
+    statistics = collect(node)
+    return WorkerReport(
+        name=engine.name,
+        id=engine.id,
+        role=engine.record.role,
+        mark=_mark(engine.record),
+        init_method=node.worker.init_method,
+        dynamic=node.rendezvous.dynamic,
+        state=engine.lifetime.state.value,
+        pid=os.getpid(),
+        hostname=legible(socket.gethostname()),
+        version=_version.__version__,
+        made=time.time(),
+        uptime=now - engine.began,
+        statistics=_numbers(statistics),
+        traffic={
+            f"{name}.{each.name}": getattr(traffic, each.name)
+            for name, traffic in statistics.channels.items()
+            for each in fields(traffic)
+            if isinstance(getattr(traffic, each.name), int)
+        },
+        loop=_loop(node),
+        members=_members(node),
+        calls=_made(node, now) + _served(node, now),
+        queues=[
+            _queue(name, served._value)
+            for name, served in list(node.objects.by_name.items())
+            if isinstance(served._value, ServedQueue)
+        ],
+        published=_published(node, now),
+        subscriptions=[
+            SeenSubscription(each.name, each.newest, now - each.came if each.newest else 0.0)
+            for each in list(node.publications.prefetchers.values())
+            if each.reads
+        ],
+        events=[
+            SeenEvent(when, type(event).__name__, event.worker.name, str(getattr(event, "cause", "")))
+            for when, event in list(node.events.recent)
+        ],
+    )
+
+
+def _numbers(statistics: Statistics) -> dict[str, float]:
+    found = {each.name: getattr(statistics, each.name) for each in fields(statistics) if each.name != "channels"}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _loop(node: Node) -> SeenLoop:
+    monitor = node.monitor
+    silent = monitor.silent()
+    stands = stack_of_thread(node.engine.thread) if silent else []
+    return SeenLoop(silent, monitor.lag_mean, monitor.lag_max, stands)
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def _members(node: Node) -> list[SeenMember]:
+    found = {node.engine.name: _member(node.engine.record, "itself")}
+    for peer in node.peers.all():
+        if peer.record is not None and peer.name not in found:
+            found[peer.name] = _member(peer.record, peer.state.value)
+        if peer.name in found and peer.connection is not None:
+            _add_traffic(found[peer.name], peer)
+    for service in list(node.services):
+        member = found.get(service.record.name)
+        if member is not None:
+            _add_traffic(member, service.link)
+    for info in list(node.group.lost.values()):
+        found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
+    return list(found.values())[:_MOST]
+
+
+def _member(record: WorkerRecord, state: str) -> SeenMember:
+    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, _mark(record))
+
+
+def _mark(record: WorkerRecord) -> str:
+    return record.incarnation[:12]
+
+
+def _add_traffic(member: SeenMember, end: Peer | object) -> None:
+    connection = getattr(end, "connection", None)
+    if connection is not None:
+        member.sent += connection.bytes_sent
+        member.received += connection.bytes_received
+        member.unsent += connection.unsent
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _made(node: Node, now: float) -> list[SeenCall]:
+    calls = [
+        SeenCall(
+            "made",
+            node.engine.name,
+            peer.name,
+            call.call_id,
+            call.function,
+            call.kind,
+            "connecting" if peer.connection is None else "sent",
+            now - call.started,
+            None if call._deadline is None else call._deadline - now,
+            describe_site(call._site),
+            [],
+            call.parent,
+            call.part_of,
+            call.system,
+        )
+        for peer in node.peers.all()
+        for call in list(peer.pending.calls.values())
+    ]
+    calls += [
+        SeenCall(
+            "made",
+            node.engine.name,
+            each.worker,
+            0,
+            each.function,
+            "call",
+            "waits for its next try",
+            each.seconds,
+            each.deadline,
+            each.made_at,
+        )
+        for each in node.retries.pending_calls()
+    ]
+    return _oldest(calls)
+
+
+def _served(node: Node, now: float) -> list[SeenCall]:
+    services: Iterable[Service] = (*node.services, *node.orphaned)
+    return _oldest([_served_call(node, call, now) for service in services for call in list(service.calls.values())])
+
+
+def _served_call(node: Node, call: ServedCall, now: float) -> SeenCall:
+    return SeenCall(
+        "served",
+        call.caller.name,
+        node.engine.name,
+        call.call_id,
+        call.function,
+        "call" if call.credit is None else "stream",
+        "running" if call.begun else "queued",
+        now - call.started,
+        None if call.deadline is None else call.deadline - now,
+        stands_at=stack_of_call(call) if call.begun else [],
+        part_of=("batch", call.batch) if call.batch else None,
+        own=call.system,
+    )
+
+
+def _oldest(calls: list[SeenCall]) -> list[SeenCall]:
+    calls.sort(key=lambda call: -call.since)
+    return calls[:_MOST]
+
+
+# --- queues and published values --------------------------------------------------------------------------------------
+
+
+def _queue(name: str, queue: ServedQueue) -> SeenQueue:
+    return SeenQueue(
+        name, len(queue._items), queue.maxsize, len(queue._getters), len(queue._putters), queue._unfinished
+    )
+
+
+def _published(node: Node, now: float) -> list[SeenName]:
+    return [
+        SeenName(
+            name,
+            publisher.newest,
+            now - publisher.written,
+            [
+                SeenReader(each.record.name, each.have, publisher.newest - each.have)
+                for each in list(publisher.subscribers.values())
+            ],
+        )
+        for name, publisher in list(node.publications.publishers.items())
+        if publisher.newest
+    ]

@@ -1,0 +1,338 @@
+"""Looks at the workers of this user on this host from outside, and through them at their groups. Imports no torch.
+
+A worker is asked at the endpoint of its process (`endpoint`). Members that have none here, on other hosts or of other
+users, are asked by a member of their group that has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from .report import (
+    LONGEST_ANSWER,
+    Answer,
+    Look,
+    LookAround,
+    Question,
+    Refused,
+    Reports,
+    Stacks,
+    Text,
+    Unseen,
+    WorkerReport,
+)
+
+#: Seconds for a process of this host to answer for itself.
+PATIENCE = 1.0
+#: Seconds for members that are asked through another one.
+FAR_PATIENCE = 2.0
+#: As in `endpoint`, which cannot be imported without torch.
+SIGNAL = int(signal.SIGRTMAX) - 1
+
+_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+A = TypeVar("A")
+
+
+class CannotLook(Exception):
+    """There is nothing to look at, or it does not answer. Its text is for the user."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this host with workers. names: of these."""
+
+    pid: int
+    base: Path
+    names: tuple[str, ...] = ()
+
+    @property
+    def how_it_stands(self) -> str:
+        """ "stopped" for a process that a signal has stopped, "gone", or "" for one that may run."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "gone"
+        return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "")
+
+
+@dataclass
+class SeenGroup:
+    """A group: the reports of its members, and those without a report, each with the reason."""
+
+    reports: list[WorkerReport] = field(default_factory=list)
+    unseen: list[Unseen] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all members that are known, those without a report too."""
+        return sorted({each.name for each in self.reports} | {each.name for each in self.unseen})
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def directories() -> list[Path]:
+    """The private directories of this user, in which workers meet: see `transport.sockets.private_directory`."""
+    found = []
+    for root in dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"))):
+        for path in sorted(root.glob(f"aiorpc-{os.getuid()}*")):
+            with contextlib.suppress(OSError):
+                info = path.lstat()
+                if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
+                    found.append(path)
+    return found
+
+
+def processes() -> list[Process]:
+    """The processes of this user on this host that have workers now, by number."""
+    found = [process for directory in directories() for process in _in(directory)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _in(directory: Path) -> Iterator[Process]:
+    for path in directory.glob("look-*.json"):
+        base = path.with_suffix("")
+        try:
+            pid = int(base.name.removeprefix("look-"))
+            names = msgspec.json.decode(path.read_bytes(), type=list[dict[str, str]])
+        except (OSError, ValueError, msgspec.DecodeError):
+            continue
+        process = Process(pid, base, tuple(each.get("name", "") for each in names))
+        if process.how_it_stands != "gone" and base.with_suffix(".sock").exists():
+            yield process
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def ask(process: Process, question: Question, patience: float = PATIENCE) -> Answer:
+    """The answer of a process. CannotLook if none comes within `patience` seconds; its text says how it stands."""
+    until = time.monotonic() + patience
+    stands = process.how_it_stands
+    if stands:
+        by = ", by SIGSTOP or a debugger" if stands == "stopped" else ""
+        raise CannotLook(f"process {process.pid} is {stands}{by}")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(patience)
+            connection.connect(str(process.base.with_suffix(".sock")))
+            data = msgspec.msgpack.encode(question)
+            connection.sendall(struct.pack("!I", len(data)) + data)
+            size: int = struct.unpack("!I", _receive(connection, 4, until))[0]
+            if size > LONGEST_ANSWER:
+                raise CannotLook(f"process {process.pid} gives an answer of {size} bytes")
+            return _ANSWERS.decode(_receive(connection, size, until))
+    except TimeoutError:
+        raise CannotLook(
+            f"process {process.pid} has not answered within {patience:g} s: a thread of it holds the interpreter lock, "
+            "or it gets no processor"
+        ) from None
+    except (OSError, msgspec.DecodeError, struct.error) as error:
+        raise CannotLook(f"process {process.pid} cannot be asked: {error}") from None
+
+
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
+    parts: list[bytes] = []
+    while size:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        more = connection.recv(min(size, 1 << 20))
+        if not more:
+            raise ConnectionResetError("it has closed the connection")
+        parts.append(more)
+        size -= len(more)
+    return b"".join(parts)
+
+
+def _all(function: Callable[[Process], A], of: Sequence[Process]) -> list[A]:
+    """The function of each process, side by side: one that does not answer holds up no other."""
+    if not of:
+        return []
+    with ThreadPoolExecutor(min(32, len(of))) as pool:
+        return list(pool.map(function, of))
+
+
+def _look(process: Process) -> Reports:
+    try:
+        answer = ask(process, Look())
+    except CannotLook as error:
+        here = socket.gethostname()
+        return Reports(unseen=[Unseen(name, process.pid, here, why=str(error)) for name in process.names])
+    if isinstance(answer, Reports):
+        return answer
+    return Reports(unseen=[Unseen(name, process.pid, why=str(answer)) for name in process.names])
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def groups(*, far: bool = True) -> list[SeenGroup]:
+    """The groups that have members here, each with all reports that can be had.
+
+    far: also ask for members that are not of this user on this host, through those that are.
+    """
+    found = processes()
+    answers = _all(_look, found)
+    seen = _joined(report for answer in answers for report in answer.reports)
+    for answer in answers:
+        for each in answer.unseen:
+            _place(seen, each)
+    if far:
+        by_pid = {process.pid: process for process in found}
+        for group in seen:
+            _look_around(group, by_pid)
+    return sorted(seen, key=lambda group: group.names)
+
+
+def group_of(name: str | None = None) -> SeenGroup:
+    """The group with a worker of that name; without a name the only group. CannotLook if there is none, or several."""
+    found = groups()
+    if not found:
+        where = ", ".join(map(str, directories())) or f"{tempfile.gettempdir()}/aiorpc-{os.getuid()}"
+        raise CannotLook(f"no worker of this user runs on this host (looked into {where}; TMPDIR must be the workers')")
+    if name is None:
+        if len(found) > 1:
+            those = "; ".join(", ".join(group.names[:4]) for group in found)
+            raise CannotLook(f"there are {len(found)} groups here, so name a worker of the one that is meant: {those}")
+        return found[0]
+    having = [group for group in found if name in group.names]
+    if not having:
+        there = ", ".join(each for group in found for each in group.names)
+        raise CannotLook(f"there is no worker {name!r} here; there are {there}")
+    if len(having) > 1:
+        raise CannotLook(f"{len(having)} groups here have a worker {name!r}")
+    return having[0]
+
+
+def _joined(reports: Iterable[WorkerReport]) -> list[SeenGroup]:
+    """Reports by group: members of one know each other by their marks."""
+    groups: list[tuple[SeenGroup, set[str]]] = []
+    for report in reports:
+        keys = {each.mark for each in report.members if each.mark}
+        mine = [each for each in groups if report.mark in each[1] or any(r.mark in keys for r in each[0].reports)]
+        merged = SeenGroup([report]), keys
+        for each in mine:
+            merged[0].reports.extend(each[0].reports)
+            merged[1].update(each[1])
+            groups.remove(each)
+        groups.append(merged)
+    return [group for group, _ in groups]
+
+
+def _place(groups: list[SeenGroup], unseen: Unseen) -> None:
+    """Put a worker that does not answer into the group that knows it, or into one of its own."""
+    for group in groups:
+        if any(each.name == unseen.name and each.pid == unseen.pid for r in group.reports for each in r.members):
+            group.unseen.append(unseen)
+            return
+    groups.append(SeenGroup(unseen=[unseen]))
+
+
+def _look_around(group: SeenGroup, processes: dict[int, Process]) -> None:
+    """Ask for the members that have no endpoint here."""
+    members = {
+        each.name: each
+        for report in group.reports
+        for each in report.members
+        if each.state != "lost" and each.name not in group.names
+    }
+    if not members:
+        return
+    wanted = list(members)
+    for report in group.reports:
+        process = processes.get(report.pid)
+        if process is None:
+            continue
+        try:
+            answer = ask(process, LookAround(report.name, wanted, FAR_PATIENCE), 2 * FAR_PATIENCE)
+        except CannotLook:
+            continue
+        if isinstance(answer, Reports):
+            group.reports.extend(answer.reports)
+            for each in answer.unseen:
+                each.hostname, each.pid = members[each.name].hostname, members[each.name].pid
+                group.unseen.append(each)
+            return
+    for name in wanted:
+        group.unseen.append(Unseen(name, members[name].pid, members[name].hostname, why="no member here can ask it"))
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def stacks(name: str) -> str:
+    """The stacks of all threads and tasks of the process of a worker, of a member elsewhere through a member here.
+
+    The process itself answers, or the handler of `SIGNAL`, also while a thread holds the interpreter lock. Raises
+    CannotLook if neither does.
+    """
+    group = group_of(name)
+    process = next((each for each in processes() if name in each.names), None)
+    if process is None:
+        return _far_stacks(group, name)
+    try:
+        answer = ask(process, Stacks())
+    except CannotLook as error:
+        dumped = dump(process)
+        if not dumped:
+            raise
+        return f"{error}; the stacks of its threads, by faulthandler, innermost line first:\n\n{dumped}"
+    if not isinstance(answer, Text):
+        raise CannotLook(str(answer))
+    return answer.text
+
+
+def _far_stacks(group: SeenGroup, name: str) -> str:
+    for process in processes():
+        for own in process.names:
+            if own in group.names:
+                answer = ask(process, Stacks(own, name, FAR_PATIENCE), 2 * FAR_PATIENCE)
+                if isinstance(answer, Text):
+                    return answer.text
+                why = answer.why if isinstance(answer, Refused) else str(answer)
+                raise CannotLook(f"worker {own!r} cannot get the stacks of worker {name!r}: {why}")
+    raise CannotLook(f"no member here can ask worker {name!r}")
+
+
+def dump(process: Process, patience: float = PATIENCE) -> str:
+    """What `faulthandler` of that process writes of its threads; empty if the process does not take `SIGNAL`.
+
+    The signal is sent only to a process that handles it: its default action would end the process.
+    """
+    path = process.base.with_suffix(".stacks")
+    if process.how_it_stands or not path.exists() or not _handles(process.pid, SIGNAL):
+        return ""
+    before = path.stat().st_size
+    os.kill(process.pid, SIGNAL)
+    until, size = time.monotonic() + patience, before
+    while time.monotonic() < until:
+        time.sleep(0.02)
+        now = path.stat().st_size
+        if now > before and now == size:
+            break
+        size = now
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read().decode(errors="replace")
+
+
+def _handles(pid: int, number: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks) and bool(masks[0] >> (number - 1) & 1)

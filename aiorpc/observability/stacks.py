@@ -1,0 +1,106 @@
+"""Where the threads, tasks and handlers of this process stand. Any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from ..runtime.calls.current import ServedCall
+from ..runtime.node import Node
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: Of one stack so many lines are shown, innermost first.
+_FRAMES = 12
+
+
+def stack_of_thread(thread: int) -> list[str]:
+    """The lines at which a thread stands, innermost first, without those inside of aiorpc. Empty if it has ended."""
+    return _lines(_frames(sys._current_frames().get(thread)))
+
+
+def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
+    """The same of a task: of its coroutine and of the ones that it awaits."""
+    places = list(_awaited(task.get_coro()))
+    return _lines(reversed(places))
+
+
+def stack_of_call(call: ServedCall) -> list[str]:
+    """The same of the handler of a call. Empty for a handler that neither runs nor awaits, such as one whose result is
+    a Future."""
+    task, thread = call.task, call.thread
+    if task is not None:
+        return stack_of_task(task)
+    return stack_of_thread(thread) if thread else []
+
+
+def all_stacks(nodes: list[Node]) -> str:
+    """The stacks of all threads and tasks of this process, each with the served call that it runs."""
+    calls = [call for node in nodes for service in list(node.services) for call in list(service.calls.values())]
+    of_thread = {call.thread: call for call in calls if call.thread and call.task is None}
+    of_task = {call.task: call for call in calls if call.task is not None}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            served = _serving(of_thread.get(ident))
+            parts.append(_part(f"thread {names.get(ident, '?')} ({ident}){served}", _every_line(_frames(frame))))
+    for loop in {node.engine.loop for node in nodes}:
+        for task in _tasks_of(loop):
+            title = f"task {task.get_name()}{_serving(of_task.get(task))}"
+            parts.append(_part(title, _every_line(reversed(list(_awaited(task.get_coro()))))))
+    return "\n".join(parts)
+
+
+def _serving(call: ServedCall | None) -> str:
+    return "" if call is None else f", serves {call.function} for {call.caller.name}"
+
+
+def _part(title: str, lines: list[str]) -> str:
+    return "\n".join((title, *(f"    {line}" for line in lines), ""))
+
+
+def _tasks_of(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
+    for _ in range(100):
+        try:
+            return [task for task in asyncio.all_tasks(loop) if not task.done()]
+        except RuntimeError:  # another thread has changed the set meanwhile
+            continue
+    return []
+
+
+_Place = tuple[CodeType, int]
+
+
+def _frames(frame: FrameType | None) -> Iterator[_Place]:
+    while frame is not None:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def _awaited(coroutine: Any) -> Iterator[_Place]:
+    """The frames of a coroutine and of what it awaits, outermost first."""
+    while coroutine is not None:
+        kind = next((each for each in ("cr", "gi", "ag") if hasattr(coroutine, f"{each}_frame")), None)
+        if kind is None:
+            return
+        frame: FrameType | None = getattr(coroutine, f"{kind}_frame")
+        if frame is not None:
+            yield frame.f_code, frame.f_lineno
+        coroutine = getattr(coroutine, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+
+
+def _lines(places: Iterator[_Place]) -> list[str]:
+    return [_line(*each) for each in places if not each[0].co_filename.startswith(_PACKAGE)][:_FRAMES]
+
+
+def _every_line(places: Iterator[_Place]) -> list[str]:
+    return [_line(*each) for each in places]
+
+
+def _line(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line} in {code.co_qualname}"
