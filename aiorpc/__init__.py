@@ -9,6 +9,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
+from ._exiting import end_at_exit
 from ._installed import warn_of_another
 from ._version import __version__ as __version__
 
@@ -60,8 +61,9 @@ if TYPE_CHECKING:
 
     TensorPipeRpcBackendOptions = RpcBackendOptions
 
+end_at_exit()
 warn_of_another()
-del warn_of_another
+del end_at_exit, warn_of_another
 
 __all__ = [
     "BackendType",

@@ -23,7 +23,7 @@ from .stats import BenchError
 JOIN_SECONDS = 20.0
 START_SECONDS = 60.0
 COMMAND_SECONDS = 60.0
-_PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank"]
+_PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc.api", "aiorpc.sync", "bench.rank"]
 _PRELOAD += [
     "bench.clients",
     "bench.bulk_clients",

@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "undoing",
         "_typing",
     ),
-    ("_version", "_installed"),
+    ("_version", "_installed", "_exiting"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -188,7 +188,7 @@ def processes() -> Iterator[Children]:
     """A place for processes; those that still run at the end of the block are killed."""
     # All that the workers import: what is missing here costs each of them again (pytest alone 130 ms, and the last one,
     # which torch imports for the first gradient, 600 ms).
-    preload = ["torch", "aiorpc", "cloudpickle", "uvloop", "pytest", "torch.fx.experimental.symbolic_shapes"]
+    preload = ["torch", "aiorpc.sync", "cloudpickle", "uvloop", "pytest", "torch.fx.experimental.symbolic_shapes"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     children = Children()
     try:

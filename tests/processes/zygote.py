@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # The children leave the loop and run to the end of the file, which is where an interpreter begins to shut down.
 SERVER = """
 import importlib, json, os, sys
-import torch, aiorpc, cloudpickle
+import torch, aiorpc.sync, cloudpickle
 torch.set_num_threads(1)
 for name in sys.argv[1:]:
     importlib.import_module(name)

@@ -403,14 +403,12 @@ class Registry(Generic[N]):
             pool.end_jobs(max(0.0, limit - time.monotonic()))
 
     def at_end(self) -> None:
-        """The interpreter ends, and waits for no thread."""
+        """The interpreter ends, and waits for no thread. Registered by `aiorpc._exiting`."""
         for node in list(self._nodes):
             node.at_end()
 
 
 registry: Registry[CommonHome] = Registry()
-# At import, so it runs after the exit functions of programs: until then workers refuse calls in good order.
-atexit.register(registry.at_end)
 
 
 def where(call: ServedCall) -> str:
