@@ -2,11 +2,12 @@
 
 One thread of the process takes one question after the other, also while the loops of its workers stand still. It reads
 and changes nothing. Who may open the directory, this user and root, may look; it could read the memory of the process
-as well. `reader` is the other end. Beside the socket ``look-PID.sock`` lie
+as well. `reader` is the other end. The socket is ``look-PID-NAMES-STACKS.sock``, with the numbers of two descriptors of
+the process, files in memory that end with it:
 
-- ``look-PID.json``: the names of the workers, for when the process does not answer;
-- ``look-PID.stacks``: where `faulthandler` writes the stacks of all threads when the process gets `SIGNAL`, also while
-  a thread holds the interpreter lock. The signal is taken only if the program has not.
+- NAMES: the names of the workers, as JSON, for when the process does not answer;
+- STACKS: where `faulthandler` writes the stacks of all threads when the process gets `SIGNAL`, also while a thread
+  holds the interpreter lock; 0 if the program has taken that signal.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -63,8 +63,9 @@ class Endpoint:
         self._nodes: list[Node] = []
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._files: list[Path] = []
-        self._stacks: TextIO | None = None
+        self._path: Path | None = None
+        self._names: int = 0
+        self._stacks: int = 0
         self._waiting = threading.Semaphore(_MOST_WAITING)
 
     def enter(self, node: Node) -> None:
@@ -99,52 +100,56 @@ class Endpoint:
         """See `Shared`."""
         if self._socket is not None:
             self._socket.close()
-        if self._stacks is not None:
-            faulthandler.unregister(SIGNAL)
-            self._stacks.close()
+        self._close_files()
 
     # --- opening and closing; under the lock --------------------------------------------------------------------------
 
     def _open(self) -> None:
-        base = sockets.private_directory() / f"look-{os.getpid()}"
-        self._files = [base.with_suffix(end) for end in (".sock", ".json", ".stacks")]
-        for path in self._files:  # of an earlier process with this number
+        directory = sockets.private_directory()
+        for path in directory.glob(f"look-{os.getpid()}-*.sock"):  # of an earlier process with this number
             path.unlink(missing_ok=True)
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            made.bind(str(self._files[0]))
-            made.listen(64)
-        except BaseException:
-            made.close()
+            self._names = os.memfd_create("aiorpc-names")
+            if signal.getsignal(SIGNAL) == signal.SIG_DFL:
+                self._stacks = os.memfd_create("aiorpc-stacks")
+                faulthandler.register(SIGNAL, self._stacks, all_threads=True)
+            self._path = directory / f"look-{os.getpid()}-{self._names}-{self._stacks}.sock"
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(str(self._path))
+            self._socket.listen(64)
+        except OSError:
+            self._close()
             raise
-        self._socket = made
-        if signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            self._stacks = open(self._files[2], "w", encoding="utf-8")  # noqa: SIM115  # closed with the endpoint
-            faulthandler.register(SIGNAL, self._stacks, all_threads=True)
-        self._thread = daemon(self._serve, made, name="aiorpc-endpoint")
+        self._thread = daemon(self._serve, self._socket, name="aiorpc-endpoint")
         self._thread.start()
 
     def _tell_names(self) -> None:
-        if not self._files:
-            return
-        names = [{"name": each.engine.name, "init_method": each.worker.init_method} for each in self._nodes]
-        new = self._files[1].with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(names))
-        new.replace(self._files[1])
+        if self._names:
+            data = msgspec.json.encode([each.engine.name for each in self._nodes])
+            os.pwrite(self._names, data, 0)
+            os.ftruncate(self._names, len(data))
 
     def _close(self) -> threading.Thread | None:
-        """Returns the thread, which ends now."""
-        if self._socket is not None:
+        """Returns the thread, which ends now, and closes the socket."""
+        thread = self._thread
+        if self._socket is not None and thread is None:
+            self._socket.close()
+        elif self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._stacks is not None:
-            faulthandler.unregister(SIGNAL)
-            self._stacks.close()
-        for path in self._files:
-            path.unlink(missing_ok=True)
-        thread = self._thread
-        self._socket, self._stacks, self._thread, self._files = None, None, None, []
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self._close_files()
+        self._socket, self._thread, self._path = None, None, None
         return thread
+
+    def _close_files(self) -> None:
+        if self._stacks:
+            faulthandler.unregister(SIGNAL)
+            os.close(self._stacks)
+        if self._names:
+            os.close(self._names)
+        self._names = self._stacks = 0
 
     # --- answering; in the thread -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import stat
@@ -53,11 +54,13 @@ class CannotLook(Exception):
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this host with workers. names: of these."""
+    """A process of this host with workers. path: of its endpoint. names: of the workers. stacks: the file into which it
+    writes its stacks when it gets `SIGNAL`; None if it does not."""
 
     pid: int
-    base: Path
+    path: Path
     names: tuple[str, ...] = ()
+    stacks: Path | None = None
 
     @property
     def how_it_stands(self) -> str:
@@ -104,16 +107,37 @@ def processes() -> list[Process]:
 
 
 def _in(directory: Path) -> Iterator[Process]:
-    for path in directory.glob("look-*.json"):
-        base = path.with_suffix("")
-        try:
-            pid = int(base.name.removeprefix("look-"))
-            names = msgspec.json.decode(path.read_bytes(), type=list[dict[str, str]])
-        except (OSError, ValueError, msgspec.DecodeError):
+    for path in directory.glob("look-*.sock"):
+        found = re.fullmatch(r"look-(\d+)-(\d+)-(\d+)", path.stem)
+        if found is None:
             continue
-        process = Process(pid, base, tuple(each.get("name", "") for each in names))
-        if process.how_it_stands != "gone" and base.with_suffix(".sock").exists():
-            yield process
+        pid, names, stacks = map(int, found.groups())
+        listed = _names_in(_file_of(pid, names, "aiorpc-names"))
+        if listed:
+            yield Process(pid, path, listed, _file_of(pid, stacks, "aiorpc-stacks"))
+
+
+def _file_of(pid: int, descriptor: int, name: str) -> Path | None:
+    """The file in memory of that name which the process has under that descriptor; None if the process is another one,
+    or has none."""
+    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    with contextlib.suppress(OSError):
+        if os.readlink(path).startswith(f"/memfd:{name}"):
+            return path
+    return None
+
+
+def _names_in(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    for _ in range(3):
+        try:
+            return tuple(msgspec.json.decode(path.read_bytes(), type=list[str]))
+        except OSError:  # it has ended
+            return ()
+        except msgspec.DecodeError:  # it was being written
+            time.sleep(0.001)
+    return ()
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
@@ -129,7 +153,7 @@ def ask(process: Process, question: Question, patience: float = PATIENCE) -> Ans
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(patience)
-            connection.connect(str(process.base.with_suffix(".sock")))
+            connection.connect(str(process.path))
             data = msgspec.msgpack.encode(question)
             connection.sendall(struct.pack("!I", len(data)) + data)
             size: int = struct.unpack("!I", _receive(connection, 4, until))[0]
@@ -312,8 +336,8 @@ def dump(process: Process, patience: float = PATIENCE) -> str:
 
     The signal is sent only to a process that handles it: its default action would end the process.
     """
-    path = process.base.with_suffix(".stacks")
-    if process.how_it_stands or not path.exists() or not _handles(process.pid, SIGNAL):
+    path = process.stacks
+    if path is None or process.how_it_stands or not _handles(process.pid, SIGNAL):
         return ""
     before = path.stat().st_size
     os.kill(process.pid, SIGNAL)
