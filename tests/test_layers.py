@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("api", "sync", "functions", "types", "events", "tracing"),
     ("worker",),
-    ("autograd", "optim", "nn", "queues"),
+    ("autograd", "optim", "nn", "observability", "queues"),
     ("runtime",),
     ("channels",),
     ("transport",),
