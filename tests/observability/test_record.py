@@ -113,8 +113,7 @@ async def test_a_slow_handler_its_queue_and_its_arrow_are_found(tmp_path: Path) 
                 each.clock_error * 1e6, 0.01
             )
             assert told["clock"] == "shared" and "trouble" not in told
-        for each in (worker, other):
-            assert is_free(each)
+        await until(lambda: is_free(worker) and is_free(other))
         assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
 
 
@@ -125,6 +124,7 @@ def is_free(worker: Worker) -> bool:
     return not left and not engine.call_observers and not engine.transfer_observers
 
 
+@pytest.mark.slow
 def test_the_same_in_processes(tmp_path: Path) -> None:
     """From another loop than that of the worker that records."""
     with process_cluster(2, options=ONE_THREAD) as group:
@@ -159,6 +159,7 @@ async def test_a_call_that_a_handler_makes_is_tied_to_it(tmp_path: Path) -> None
         assert process(trace, arrow(trace, inner)[2]) == "worker2"
 
 
+@pytest.mark.slow
 def test_ranges_of_the_profiler_are_inside_of_the_handlers(tmp_path: Path) -> None:
     """In processes of their own, and the operators with them."""
     with process_cluster(1) as group:
@@ -221,6 +222,7 @@ async def test_copies_are_on_the_axis(tmp_path: Path) -> None:
             assert each["args"]["bytes"] == 4 << 20
 
 
+@pytest.mark.slow
 def test_transfers_are_on_the_axis(tmp_path: Path) -> None:
     """Of a large tensor by the bulk channel, until its last byte has come."""
     options = RpcBackendOptions(shared_memory=0, rpc_timeout=LIMIT)
@@ -260,6 +262,7 @@ async def test_a_time_out_of_range_is_refused(tmp_path: Path, seconds: Any) -> N
             worker.record(tmp_path / "step.json", seconds=seconds)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_told_and_the_rest_is_there(tmp_path: Path) -> None:
     """Its calls are those that the others have seen."""
     with process_cluster(2) as group:
@@ -282,13 +285,14 @@ def test_a_worker_that_dies_is_told_and_the_rest_is_there(tmp_path: Path) -> Non
         assert outcomes == [("worker0", "value"), ("worker1", "lost"), ("worker1", "value")]
 
 
-async def test_a_block_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    """No file, and no notes at any worker."""
+@pytest.mark.parametrize("profile", [False, True])
+async def test_a_block_that_is_cancelled_leaves_nothing(tmp_path: Path, profile: bool) -> None:
+    """No file, and no notes and no profiler at any worker."""
     async with cluster(2) as (worker, other):
         inside = asyncio.Event()
 
         async def block() -> None:
-            async with worker.record(tmp_path / "step.json"):
+            async with worker.record(tmp_path / "step.json", profile=profile):
                 inside.set()
                 await asyncio.Event().wait()
 
@@ -299,7 +303,8 @@ async def test_a_block_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: is_free(worker) and is_free(other))
-        assert list(tmp_path.iterdir()) == []
+        await until(lambda: not [each for each in threading.enumerate() if "profiler" in each.name])
+        assert list(tmp_path.iterdir()) == [] and not torch.autograd.profiler._is_profiler_enabled
 
 
 async def test_an_error_in_the_block_passes_and_the_file_is_there(tmp_path: Path) -> None:
@@ -312,6 +317,8 @@ async def test_an_error_in_the_block_passes_and_the_file_is_there(tmp_path: Path
         assert call["args"]["outcome"] == "error"
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_recorder_that_dies_leaves_no_notes(tmp_path: Path) -> None:
     """The others drop theirs as soon as they know of its death."""
     with process_cluster(2) as group:
@@ -388,6 +395,8 @@ async def test_who_may_not_call_it_gets_nothing_of_that_worker(tmp_path: Path) -
         assert not slices(read(tmp_path / "own.json"), "handler", ":quick")
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_worker_of_an_aiorpc_without_recordings_is_told(tmp_path: Path) -> None:
     """The others are recorded."""
     with process_cluster(2) as group:
@@ -438,14 +447,3 @@ async def test_the_verb_is_of_the_current_worker(tmp_path: Path) -> None:
             async with rpc.record(tmp_path / "step.json"):
                 await rpc.call("worker0", quick, 1)
         assert slices(read(tmp_path / "step.json"), "handler", ":quick")
-
-
-async def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
-    """Not even of the profiler, when the block is cancelled."""
-    async with cluster(2) as (worker, _):
-        before = set(threading.enumerate())
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3), worker.record(tmp_path / "step.json", profile=True):
-                await asyncio.Event().wait()
-        await until(lambda: not [each for each in threading.enumerate() if "profiler" in each.name])
-        assert {each.name for each in set(threading.enumerate()) - before if "record" in each.name} == set()

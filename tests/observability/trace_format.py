@@ -66,13 +66,15 @@ def nesting(track: Track, slices: list[Event]) -> list[str]:
 def flows(tracks: dict[Track, list[Event]]) -> list[str]:
     """Arrows without a beginning or an end, or at no slice."""
     found: list[str] = []
-    spans = {track: [span(each) for each in members if each["ph"] == "X"] for track, members in tracks.items()}
     ways: dict[tuple[str, str, int], str] = defaultdict(str)
-    for track, members in tracks.items():
+    for members in tracks.values():
+        until = 0  # when the last slice ends that has begun
         for each in members:
-            if each["ph"] in FLOWS:
+            if each["ph"] == "X":
+                until = max(until, span(each)[1])
+            else:
                 ways[each["cat"], each["name"], each["id"]] += each["ph"]
-                if not any(start <= nanoseconds(each["ts"]) < end for start, end in spans[track]):
+                if nanoseconds(each["ts"]) >= until:
                     found.append(f"{each} is at no slice")
     for way, phases in ways.items():
         if phases.count("s") != 1 or phases.count("f") != 1:
