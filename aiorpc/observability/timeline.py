@@ -13,7 +13,7 @@ Each worker is a process of the trace. Its tracks hold slices that nest:
 Where slices of one kind overlap they stand on several tracks of the same name. An arrow leads from a call to where it
 was queued, to its handler, and to its answer; another one from a handler to each call that it has made.
 
-Times are nanoseconds since the beginning of the recording, by the clock of the worker that has recorded.
+Times are nanoseconds since all workers were recorded, by the clock of the worker that has recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ..protocol.identity import WorkerRecord
 from . import recording
 from .notes import Note, RangeNote, StepNote, Summary, TransferNote
 
-_OWN = f"{recording.__name__}:"
+#: Calls that are not shown: those of the recording, and of membership, some of which last as long as the group.
+_UNSHOWN = (f"{recording.__name__}:", "aiorpc.runtime.group.")
 #: Nanoseconds by which slices of two clocks may overlap on a thread, and are cut.
 _BLUR = 100_000
 #: How many handlers on one thread are looked through for that of an event of torch's profiler.
@@ -111,7 +112,7 @@ def trace(by: str, recorded: Sequence[WorkerRecording]) -> dict[str, Any]:
     """The trace. by: the worker that has recorded."""
     placed = [(each, each.clock) for each in recorded]
     began = [clock.ours(each.summary.began) for each, clock in placed if clock is not None and each.summary is not None]
-    zero = min(began, default=0.0)
+    zero = max(began, default=0.0)  # before, something may be missing
     workers = [_Worker(each, clock, zero) for each, clock in placed if clock is not None and each.summary is not None]
     _share_ranges(workers)
     tracks = itertools.count(1)
@@ -236,12 +237,17 @@ class _Worker:
                     calls[key] = _Call(note)
                 calls[key].take(note)
             elif isinstance(note, TransferNote):
-                self.transfers.append(note)
-            else:
+                if self._is_seen(note.ended):
+                    self.transfers.append(note)
+            elif self._is_seen(note.started + note.seconds):
                 self.ranges.append(note)
         for calls in (self.made, self.served):
-            for key in [key for key, call in calls.items() if _is_own(call)]:
+            for key in [key for key, call in calls.items() if _is_unshown(call) or not self._is_seen(call.ended)]:
                 del calls[key]
+
+    def _is_seen(self, end: float | None) -> bool:
+        """Whether what ended then, or has not ended, is on the axis."""
+        return end is None or self._ns(end) > self._began
 
     def _ns(self, time: float) -> int:
         return round((self._clock.ours(time) - self._zero) * 1e9)
@@ -308,7 +314,7 @@ class _Worker:
         args: dict[str, Any] = {"to": step.worker, "bytes": step.request_bytes, "answer_bytes": step.answer_bytes}
         shown = self.slice(step.function, "call", step.started, call.ended, **args, **_more(call))
         if call.queued is not None:
-            waits = self.slice("queued", "queued", call.queued, call.running or call.ended)
+            waits = self.slice("unsent", "unsent", call.queued, call.running or call.ended)
             shown.inside.append(_within(waits, shown))
         return shown
 
@@ -357,9 +363,9 @@ class _Worker:
                     }
 
 
-def _is_own(call: _Call) -> bool:
-    """Whether it is a call of the recording itself, or one of which it is not known what it called."""
-    return call.step.function.startswith(_OWN) or (call.step.function == "?" and call.ended is None)
+def _is_unshown(call: _Call) -> bool:
+    """Whether it is one of those, or it is not known what it called."""
+    return call.step.function.startswith(_UNSHOWN) or (call.step.function == "?" and call.ended is None)
 
 
 def _more(call: _Call) -> dict[str, Any]:
