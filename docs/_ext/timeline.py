@@ -142,7 +142,7 @@ def recorded() -> dict[str, Any]:
     from tests import pages
 
     found: list[dict[str, Any]] = []
-    asyncio.run(pages.run("howto/record.md", lambda names: found.append(json.loads(names["path"].read_bytes()))))
+    asyncio.run(pages.run("howto/record.md", lambda names: found.append(names["trace"])))
     return found[0]
 
 
