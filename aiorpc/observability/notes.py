@@ -14,8 +14,11 @@ from ..errors import ProtocolError
 
 #: Characters of a name; longer ones are cut.
 NAME_LIMIT = 1024
+#: Seconds that no clock shows.
+MOST_TIME = 1e12
 Text = Annotated[str, Meta(max_length=NAME_LIMIT)]
-Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Time = Annotated[float, Meta(ge=-MOST_TIME, le=MOST_TIME)]
+Duration = Annotated[float, Meta(ge=0, le=MOST_TIME)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -61,7 +64,7 @@ class RangeNote(Struct, array_like=True, tag=2, forbid_unknown_fields=True, gc=F
     name: Text
     category: Text
     started: Time
-    seconds: Annotated[float, Meta(ge=0, le=1e12)]
+    seconds: Duration
     thread: Count
     track: Text
 
@@ -84,7 +87,7 @@ class Summary(Struct, array_like=True, forbid_unknown_fields=True):
     threads: dict[Count, Text]
     loop: Count
     profiled: Text
-    profile_error: Annotated[float, Meta(ge=0, le=1e12)]
+    profile_error: Duration
 
 
 T = TypeVar("T")

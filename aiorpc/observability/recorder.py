@@ -25,7 +25,7 @@ from ..runtime.engine.host import sees
 from ..runtime.node import Node
 from ..threads import run_in_thread
 from . import recording
-from .notes import Note, Summary, read_notes, read_summary
+from .notes import MOST_TIME, Note, Summary, read_notes, read_summary
 from .timeline import Clock, WorkerRecording, as_json
 
 #: Questions for the time of each worker, at the beginning and at the end. The fastest answer counts.
@@ -103,6 +103,8 @@ class _Session:
                         call = member.peer.call(recording.clock, (), None, _CLOCK_PATIENCE, system=True)
                         theirs = float(await call)
                         after = time.monotonic()
+                        if not abs(theirs) <= MOST_TIME:
+                            raise ProtocolError(f"{member.record.name} has a clock that shows {theirs}")
                         sample = (before + after) / 2, theirs - (before + after) / 2, (after - before) / 2
                         if best is None or sample[2] < best[2]:
                             best = sample
