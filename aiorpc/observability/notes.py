@@ -24,7 +24,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 class StepNote(Struct, array_like=True, tag=0, forbid_unknown_fields=True, gc=False):
     """A step of a call: see `aiorpc.events.CallEvent`. step: the method of the observer that was called. outcome: empty
-    but for the last step. thread: the system's number of the thread that took the step."""
+    but for the last step. thread: Python's number of the thread that took the step."""
 
     step: Text
     side: Text
@@ -59,7 +59,7 @@ class TransferNote(Struct, array_like=True, tag=1, forbid_unknown_fields=True, g
 
 
 class RangeNote(Struct, array_like=True, tag=2, forbid_unknown_fields=True, gc=False):
-    """An event of torch's profiler. thread: as above; 0 on a device, and then track says where, for people."""
+    """An event of torch's profiler. thread: the system's number; 0 on a device: see track."""
 
     name: Text
     category: Text
@@ -75,16 +75,17 @@ Note = StepNote | TransferNote | RangeNote
 class Summary(Struct, array_like=True, forbid_unknown_fields=True):
     """What a worker tells at the end of a recording, before its notes.
 
-    began, ended: when it noted. notes: how many it has. dropped: how many more there were. threads: the names of its
-    threads by the system's numbers. loop: the number of the thread that runs its loop. profiled: what went wrong with
-    torch's profiler; empty if nothing did. profile_error: seconds by which its events may be off from the others.
+    began, ended: when it noted. notes: how many it has. dropped: how many more there were. threads: names of its
+    threads and the system's numbers of them, by Python's. loop: Python's number of the thread that runs its loop.
+    profiled: what went wrong with torch's profiler; empty if nothing did. profile_error: seconds by which its events
+    may be off from the others.
     """
 
     began: Time
     ended: Time
     notes: Count
     dropped: Count
-    threads: dict[Count, Text]
+    threads: dict[Count, tuple[Text, Count]]
     loop: Count
     profiled: Text
     profile_error: Duration

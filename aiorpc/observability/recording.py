@@ -83,14 +83,14 @@ class WorkerNotes:
 
     def _note(self, step: str, call: CallEvent, outcome: str = "") -> None:
         if len(self._notes) < MOST_NOTES:
-            self._notes.append((step, call, outcome, threading.get_native_id()))
+            self._notes.append((step, call, outcome, threading.get_ident()))
         else:
             self._dropped += 1
 
     def transferred(self, transfer: BufferTransfer) -> None:
         """See `TransferObserver`."""
         if len(self._notes) < MOST_NOTES:
-            self._notes.append((transfer, threading.get_native_id()))
+            self._notes.append((transfer, threading.get_ident()))
         else:
             self._dropped += 1
 
@@ -146,10 +146,10 @@ class WorkerNotes:
             self._dropped += max(0, len(ranges) - room)
             self._notes += ranges[:room]
             trouble, error = self.profiling.trouble, self.profiling.error
-        names = [(each.native_id, each.name[:NAME_LIMIT]) for each in threading.enumerate() if each.native_id]
-        threads = dict(names[:_MOST_THREADS])
-        loop = threading.get_native_id()
-        return Summary(self._began, self._ended, len(self._notes), self._dropped, threads, loop, trouble, error)
+        running = threading.enumerate()[:_MOST_THREADS]
+        threads = {each.ident or 0: (each.name[:NAME_LIMIT], each.native_id or 0) for each in running}
+        counts = len(self._notes), self._dropped
+        return Summary(self._began, self._ended, *counts, threads, threading.get_ident(), trouble, error)
 
     def piece(self, first: int) -> bytes:
         """Some of the notes as bytes, from that one on."""

@@ -229,7 +229,13 @@ class _Worker:
         self._zero = zero
         self._began = max(0, self._ns(self.summary.began))
         self._ended = max(self._began + 1, self._ns(self.summary.ended))
+        # From here on threads have the system's numbers, if they still run.
+        self._threads = {system: name for name, system in self.summary.threads.values()}
+        numbers = {ours: system for ours, (_, system) in self.summary.threads.items()}
+        self._loop = numbers.get(self.summary.loop, self.summary.loop)
         for note in recorded.notes:
+            if not isinstance(note, RangeNote):
+                note.thread = numbers.get(note.thread, note.thread)
             if isinstance(note, StepNote):
                 calls = self.made if note.side == "made" else self.served
                 key = note.caller, note.worker, note.call_id
@@ -272,7 +278,7 @@ class _Worker:
             pair = self.pairs[key] = self._served(call)
             if pair.handler is None:
                 continue
-            in_thread = call.thread == call.ended_by and call.thread != self.summary.loop
+            in_thread = call.thread == call.ended_by and call.thread != self._loop
             if in_thread:
                 threads.setdefault(call.thread, []).append(pair.handler)
             else:
@@ -293,7 +299,7 @@ class _Worker:
                 devices.setdefault(event.track, []).append(seen)
         laid = self._laid
         for thread, slices in sorted(threads.items()):
-            name = self.summary.threads.get(thread, "a thread that has ended")
+            name = self._threads.get(thread, "a thread that has ended")
             nested, others = _nest(slices)
             handlers += others
             laid.append((_THREAD, f"{name} ({thread})", nested))

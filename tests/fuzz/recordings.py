@@ -26,7 +26,7 @@ def taste(data: bytes) -> None:
     if data[0] % 2:
         as_json("a", [WorkerRecording(RECORD, CLOCK, [], read_summary(data[1:]), "")])
         return
-    summary = Summary(0.0, 10.0, 1, 0, {5: "MainThread"}, 5, "", 0.0)
+    summary = Summary(0.0, 10.0, 1, 0, {5: ("MainThread", 6)}, 5, "", 0.0)
     as_json("a", [WorkerRecording(RECORD, CLOCK, read_notes(data[1:]), summary, "")])
 
 
@@ -45,4 +45,4 @@ def seeds() -> list[bytes]:
     ]
     pieces = [b"\x00" + write(each) for each in ([], steps, others, [*steps, *others])]
     pieces.append(b"\x00" + write([[9, "unknown"]]))
-    return [*pieces, b"\x01" + write(Summary(0.0, 10.0, 1, 2, {5: "MainThread"}, 5, "trouble", 1e-6))]
+    return [*pieces, b"\x01" + write(Summary(0.0, 10.0, 1, 2, {5: ("MainThread", 6)}, 5, "trouble", 1e-6))]
