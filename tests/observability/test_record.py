@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,10 +18,10 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, RpcUsageError, Worker
-from aiorpc.observability import recording
+from aiorpc.observability import recorder, recording
 from aiorpc.observability.recorder import record_group
 from aiorpc.observability.recording import WorkerNotes
-from aiorpc.testing import cluster, process_cluster
+from aiorpc.testing import blocking_cluster, cluster, process_cluster
 from tests.observability.trace_format import arrow, problems, process, slices, span
 from tests.runtime.inside import acting_as
 from tests.runtime.waiting import LIMIT, until, wait_until
@@ -68,6 +71,15 @@ async def records(path: str, others: list[str]) -> None:
         for each in others:
             await rpc.call(each, quick, 1)
         await asyncio.Event().wait()
+
+
+async def calls_for(other: str, seconds: float) -> int:
+    """Handler: make calls for so long; how many there were."""
+    count, until = 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        await rpc.call(other, quick, count)
+        count += 1
+    return count
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -239,6 +251,20 @@ def test_transfers_are_on_the_axis(tmp_path: Path) -> None:
         assert {each["args"]["bytes"] for each in slices(trace, "transfer")} == {16 << 20}
 
 
+def test_a_recording_may_be_made_again_and_again(tmp_path: Path) -> None:
+    """Also from threads that have a loop of their own; each replaces the file of the one before."""
+    with blocking_cluster(2) as (worker, other):
+
+        async def step(value: int) -> None:
+            async with worker.record(tmp_path / "step.json"):
+                await worker.call("worker1", quick, value)
+
+        for value in range(5):
+            asyncio.run(step(value))
+            assert len(slices(read(tmp_path / "step.json"), "handler", ":quick")) == 1
+        wait_until(lambda: is_free(worker) and is_free(other))
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +341,59 @@ async def test_an_error_in_the_block_passes_and_the_file_is_there(tmp_path: Path
                 await worker.call("worker1", divmod, 1, 0)
         (call,) = slices(read(tmp_path / "step.json"), "call", ":divmod")
         assert call["args"]["outcome"] == "error"
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for no longer than it may take to answer."""
+    monkeypatch.setattr(recorder, "_PATIENCE", 1.0)
+    monkeypatch.setattr(recorder, "_CLOCK_PATIENCE", 1.0)
+    with process_cluster(2) as group:
+        stopped = group.processes["worker1"].pid
+        assert stopped is not None
+
+        async def step() -> Any:
+            async with group.worker.record(tmp_path / "step.json") as recorded:
+                await group.worker.call("worker1", quick, 1)
+                os.kill(stopped, signal.SIGSTOP)
+                await group.worker.call("worker0", quick, 1)
+            return recorded
+
+        try:
+            recorded = asyncio.run(step())
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert "RpcTimeout" in recorded.workers["worker1"].trouble and recorded.workers["worker0"].trouble == ""
+        trace = read(tmp_path / "step.json")
+        assert [process(trace, each) for each in slices(trace, "handler", ":quick")] == ["worker0"]
+        assert len(slices(trace, "call", ":quick")) == 2
+        wait_until(lambda: group.worker.call("worker1", recordings).wait() == 0)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_recorders_that_are_killed_and_stopped_do_no_harm_under_load(tmp_path: Path) -> None:
+    """At random moments, again and again: no call between others fails, and nothing of the recordings is left."""
+    chance = random.Random(5)
+    with process_cluster(2) as group:
+        load = group.worker.call("worker0", calls_for, "worker1", 12.0)
+        for number in range(3):
+            name = f"recorder{number}"
+            group.start(name)
+            asked = group.worker.call(name, records, str(tmp_path / f"{number}.json"), ["worker0", "worker1"])
+            time.sleep(chance.uniform(0.0, 1.0))
+            stopped = group.processes[name].pid
+            assert stopped is not None
+            if chance.random() < 0.5:
+                os.kill(stopped, signal.SIGSTOP)
+                time.sleep(chance.uniform(0.0, 1.0))
+            group.kill(name)
+            with pytest.raises(rpc.PeerLost):
+                asked.wait()
+        assert load.wait() > 100
+        for each in ("worker0", "worker1"):
+            wait_until(lambda each=each: group.worker.call(each, recordings).wait() == 0)  # type: ignore[misc]
 
 
 @pytest.mark.long
