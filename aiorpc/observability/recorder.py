@@ -28,6 +28,8 @@ from . import recording
 from .notes import MOST_TIME, Note, Summary, read_notes, read_summary
 from .timeline import Clock, WorkerRecording, as_json
 
+#: Notes of all workers together: a file of some 200 MB, which is made in some ten seconds.
+MOST_IN_ALL = 1_000_000
 #: Questions for the time of each worker, at the beginning and at the end. The fastest answer counts.
 _ROUNDS = 10
 _CLOCK_PATIENCE = 2.0  # seconds for the answer to one of them
@@ -82,12 +84,13 @@ class _Session:
         live = sorted(self._node.group.live(), key=lambda record: record.id)
         self._members = [_Member(self._node.peers.by_id(record.id), record) for record in live]
         patience = _PROFILER_PATIENCE if self._profile else _PATIENCE
-        arguments = self._number, self._seconds, self._profile
+        most = max(1, min(recording.MOST_NOTES, MOST_IN_ALL // len(live)))
+        arguments = self._number, self._seconds, most, self._profile
         await _each(self._members, partial(self._begin, arguments, patience))
         self._began = time.monotonic()
         await self._compare_clocks()
 
-    async def _begin(self, arguments: tuple[int, float, bool], patience: float, member: _Member) -> None:
+    async def _begin(self, arguments: tuple[int, float, int, bool], patience: float, member: _Member) -> None:
         member.asked = True
         await member.peer.call(recording.begin, arguments, None, patience, system=True)
         member.begun = True

@@ -40,6 +40,7 @@ _LOOK = 1.0  # seconds between two looks whether the recorder is there
 _MOST_THREADS = 4096
 
 Seconds = Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
+Most = Annotated[int, Meta(gt=0, le=MOST_NOTES)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -50,13 +51,14 @@ class WorkerNotes:
     profiling: torch's profiler, which it runs if it was asked to and no other worker of the process does.
     """
 
-    def __init__(self, node: Node, key: tuple[int, int], seconds: float) -> None:
+    def __init__(self, node: Node, key: tuple[int, int], seconds: float, most: int) -> None:
         self.key = key
         self.profiling: Profiling | None = None
         self._node = node
         self._engine: Engine = node.engine
         self._notes: list[tuple[str, CallEvent, str, int] | tuple[BufferTransfer, int] | RangeNote] = []
         self._dropped = 0
+        self._most = most
         self._seconds = seconds
         self._began = self._ended = 0.0
         self._observation: Observation | None = None
@@ -82,14 +84,14 @@ class WorkerNotes:
         self._note("ended", call, outcome.value)
 
     def _note(self, step: str, call: CallEvent, outcome: str = "") -> None:
-        if len(self._notes) < MOST_NOTES:
+        if len(self._notes) < self._most:
             self._notes.append((step, call, outcome, threading.get_ident()))
         else:
             self._dropped += 1
 
     def transferred(self, transfer: BufferTransfer) -> None:
         """See `TransferObserver`."""
-        if len(self._notes) < MOST_NOTES:
+        if len(self._notes) < self._most:
             self._notes.append((transfer, threading.get_ident()))
         else:
             self._dropped += 1
@@ -142,7 +144,7 @@ class WorkerNotes:
         trouble, error = "", 0.0
         if self.profiling is not None:
             ranges = await self.profiling.ranges()
-            room = max(0, MOST_NOTES - len(self._notes))
+            room = max(0, self._most - len(self._notes))
             self._dropped += max(0, len(ranges) - room)
             self._notes += ranges[:room]
             trouble, error = self.profiling.trouble, self.profiling.error
@@ -226,15 +228,15 @@ def clock() -> float:
 
 
 @system
-async def begin(number: Number, seconds: Seconds, profile: bool) -> None:
+async def begin(number: Number, seconds: Seconds, most: Most, profile: bool) -> None:
     """Handler: note what this worker does, for that many seconds at most.
 
-    profile: whether to run torch's profiler, too. Raises Overloaded if it is being recorded too often.
+    most: how many notes it keeps. profile: whether to run torch's profiler, too. Raises Overloaded if it is being recorded too often.
     """
     node, caller = _asked(begin)
     if len(_of(node)) >= MOST_RECORDINGS:
         raise Overloaded(f"worker {node.engine.name!r} is in {MOST_RECORDINGS} recordings already")
-    recording = WorkerNotes(node, (caller, number), seconds)
+    recording = WorkerNotes(node, (caller, number), seconds, most)
     try:
         if profile and not any(each.profiling for other in registry.nodes() for each in _of(other)):
             recording.profiling = Profiling(node.engine.name, seconds + KEEP)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from .._version import __version__
 from ..protocol.identity import WorkerRecord
@@ -43,7 +44,45 @@ _ANSWERED = ("value", "error")
 _CALLS, _QUEUED, _HANDLERS, _THREAD, _TRANSFERS, _DEVICE = range(6)
 _TITLES = ("calls", "queued", "handlers", "thread", "transfers", "device")
 
-Event = dict[str, Any]
+
+class SliceEvent(Struct, gc=False):
+    """A slice in the file. Times in microseconds, here and below."""
+
+    name: str
+    cat: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float
+    args: dict[str, Any]
+    ph: str = "X"
+
+
+class ArrowEvent(Struct, gc=False):
+    """A stop of an arrow in the file, at the innermost slice that is there then."""
+
+    ph: str
+    name: str
+    id: int
+    pid: int
+    tid: int
+    ts: float
+    cat: str = "arrow"
+    bp: str = "e"
+
+
+class NameEvent(Struct, gc=False):
+    """The name of a process or track in the file, or its place among the others."""
+
+    name: str
+    pid: int
+    tid: int
+    args: dict[str, Any]
+    ph: str = "M"
+    ts: float = 0.0
+
+
+Event = SliceEvent | ArrowEvent
 
 
 @dataclass(frozen=True)
@@ -105,11 +144,6 @@ class WorkerRecording:
 
 def as_json(by: str, recorded: Sequence[WorkerRecording]) -> bytes:
     """The trace as the bytes of a file. by: the worker that has recorded. Takes long: not on a loop."""
-    return msgspec.json.encode(trace(by, recorded))
-
-
-def trace(by: str, recorded: Sequence[WorkerRecording]) -> dict[str, Any]:
-    """The trace. by: the worker that has recorded."""
     placed = [(each, each.clock) for each in recorded]
     began = [clock.ours(each.summary.began) for each, clock in placed if clock is not None and each.summary is not None]
     zero = max(began, default=0.0)  # before, something may be missing
@@ -118,15 +152,15 @@ def trace(by: str, recorded: Sequence[WorkerRecording]) -> dict[str, Any]:
     tracks = itertools.count(1)
     for worker in workers:
         worker.lay_out(tracks)
-    events = _arrows(workers)  # it adds the answers to the calls
+    events: list[Event] = [*_arrows(workers)]  # it adds the answers to the calls
     for worker in workers:
         events += worker.events()
     # At one time: first what is around, then what is inside, then the arrows.
-    events.sort(key=lambda each: (each["ts"], each["ph"] != "X", -each.get("dur", 0.0)))
+    events.sort(key=lambda each: (each.ts, -each.dur if isinstance(each, SliceEvent) else 1.0))
     names = [event for each in recorded for event in _about(each)]
     names += [event for worker in workers for event in worker.names()]
     other = {"aiorpc": __version__, "recorded_by": by, "workers": {each.record.name: _said(each) for each in recorded}}
-    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": other}
+    return msgspec.json.encode({"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": other})
 
 
 def _said(recorded: WorkerRecording) -> dict[str, Any]:
@@ -151,7 +185,7 @@ def _process(record: WorkerRecord) -> int:
     return record.id + 1
 
 
-def _about(recorded: WorkerRecording) -> Iterator[Event]:
+def _about(recorded: WorkerRecording) -> Iterator[NameEvent]:
     record, clock = recorded.record, recorded.clock
     labels = [] if clock is None else [f"clock \N{PLUS-MINUS SIGN}{clock.error * 1e6:.0f} \N{MICRO SIGN}s"]
     labels += filter(None, [recorded.told])
@@ -161,14 +195,10 @@ def _about(recorded: WorkerRecording) -> Iterator[Event]:
         ("process_labels", {"labels": ", ".join(labels)}),
         ("process_sort_index", {"sort_index": record.id}),
     ):
-        yield _metadata(kind, record, args)
+        yield NameEvent(kind, _process(record), 0, args)
 
 
-def _metadata(name: str, record: WorkerRecord, args: dict[str, Any]) -> Event:
-    return {"ph": "M", "name": name, "pid": _process(record), "tid": 0, "ts": 0.0, "args": args}
-
-
-@dataclass
+@dataclass(slots=True)
 class _Call:
     """A call as one side has noted it, by the clock of its worker. Times are None where they were not noted."""
 
@@ -190,7 +220,7 @@ class _Call:
         self.step = step  # the later steps know more
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slice:
     """A slice before it has its track; times in nanoseconds."""
 
@@ -199,7 +229,7 @@ class _Slice:
     start: int
     end: int
     args: dict[str, Any] = field(default_factory=dict)
-    inside: list[_Slice] = field(default_factory=list)
+    inside: Sequence[_Slice] = ()
     track: int = 0
 
 
@@ -321,7 +351,7 @@ class _Worker:
         shown = self.slice(step.function, "call", step.started, call.ended, **args, **_more(call))
         if call.queued is not None:
             waits = self.slice("unsent", "unsent", call.queued, call.running or call.ended)
-            shown.inside.append(_within(waits, shown))
+            shown.inside = (_within(waits, shown),)
         return shown
 
     def _served(self, call: _Call) -> _Pair:
@@ -341,7 +371,7 @@ class _Worker:
         name = f"{verb} by {transfer.channels}"
         return self.slice(name, "transfer", transfer.started, transfer.ended, **args)
 
-    def names(self) -> Iterator[Event]:
+    def names(self) -> Iterator[NameEvent]:
         """The names of its tracks."""
         for kind, title, slices in self._laid:
             track = slices[0].track
@@ -349,24 +379,18 @@ class _Worker:
                 ("thread_name", {"name": title or _TITLES[kind]}),
                 ("thread_sort_index", {"sort_index": track}),
             ):
-                yield {**_metadata(name, self.record, args), "tid": track}
+                yield NameEvent(name, _process(self.record), track, args)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[SliceEvent]:
         """Its slices."""
         pid = _process(self.record)
         for _, _, slices in self._laid:
             for outer in slices:
                 for each in (outer, *outer.inside):
-                    yield {
-                        "ph": "X",
-                        "name": each.name,
-                        "cat": each.category,
-                        "pid": pid,
-                        "tid": outer.track,
-                        "ts": each.start / 1e3,
-                        "dur": (each.end - each.start) / 1e3,
-                        "args": each.args,
-                    }
+                    length = each.end - each.start
+                    yield SliceEvent(
+                        each.name, each.category, pid, outer.track, each.start / 1e3, length / 1e3, each.args
+                    )
 
 
 def _is_unshown(call: _Call) -> bool:
@@ -468,13 +492,13 @@ def _handler_at(worker: _Worker) -> Callable[[RangeNote], float | None]:
     return look
 
 
-def _arrows(workers: Sequence[_Worker]) -> list[Event]:
+def _arrows(workers: Sequence[_Worker]) -> list[ArrowEvent]:
     """From each call to its handler and its answer, and from handlers to the calls that they have made."""
     serving: dict[_Key, tuple[_Worker, _Pair]] = {}
     for worker in workers:
         serving |= {key: (worker, pair) for key, pair in worker.pairs.items()}
     numbers = itertools.count(1)
-    arrows: list[Event] = []
+    arrows: list[ArrowEvent] = []
     for worker in workers:
         for key, call in worker.calls.items():
             found = serving.get(key)
@@ -489,7 +513,7 @@ def _arrows(workers: Sequence[_Worker]) -> list[Event]:
     return arrows
 
 
-def _path(number: int, made: tuple[_Worker, _Slice], other: _Worker, pair: _Pair) -> Iterator[Event]:
+def _path(number: int, made: tuple[_Worker, _Slice], other: _Worker, pair: _Pair) -> Iterator[ArrowEvent]:
     """The arrow of one call. made: where it was made, and its slice there."""
     worker, call = made
     stops = [(worker, call, call.start), (other, pair.queued, pair.queued.start)]
@@ -499,13 +523,12 @@ def _path(number: int, made: tuple[_Worker, _Slice], other: _Worker, pair: _Pair
             after = max((each.end for each in call.inside), default=call.start)
             answer = _within(_Slice("answer", "answer", pair.handler.end, call.end), call)
             if answer.start >= after:  # else the clocks do not agree, or the message was sent late
-                call.inside.append(answer)
+                call.inside = (*call.inside, answer)
             stops.append((worker, call, answer.start))
     for place, (at, shown, time) in enumerate(stops):
         phase = "s" if place == 0 else "f" if place == len(stops) - 1 else "t"
         yield _arrow(phase, "call", number, at, shown, time)
 
 
-def _arrow(phase: str, name: str, number: int, worker: _Worker, at: _Slice, time: int) -> Event:
-    event = {"ph": phase, "name": name, "cat": "arrow", "id": number, "pid": _process(worker.record), "tid": at.track}
-    return {**event, "ts": time / 1e3, "bp": "e"}
+def _arrow(phase: str, name: str, number: int, worker: _Worker, at: _Slice, time: int) -> ArrowEvent:
+    return ArrowEvent(phase, name, number, _process(worker.record), at.track, time / 1e3)

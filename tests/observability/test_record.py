@@ -425,7 +425,7 @@ async def test_an_abandoned_recording_ends_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recording, "_LOOK", 0.01)
     async with cluster(2) as (worker, other):
         peer = worker._node.peers.find("worker1")
-        await peer.call(recording.begin, (1, 0.2, False), None, LIMIT, system=True)
+        await peer.call(recording.begin, (1, 0.2, 100, False), None, LIMIT, system=True)
         (notes,) = (each for each in other._node.engine.kept if isinstance(each, WorkerNotes))
         await until(lambda: not other._node.engine.call_observers)
         assert notes in other._node.engine.kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc.observability.notes import Note, RangeNote, StepNote, Summary
-from aiorpc.observability.timeline import Clock, WorkerRecording, trace
+from aiorpc.observability.timeline import Clock, WorkerRecording, as_json
 from aiorpc.protocol.identity import WorkerRecord
 from tests.observability.trace_format import arrow, problems, slices, span
 
@@ -33,6 +34,12 @@ def recorded(name: str, number: int, notes: list[Note], clock: Clock | None = EX
     ahead = 0.0 if clock is None else clock.first[1]
     summary = Summary(ahead, ahead + 100.0, len(notes), 0, {}, LOOP, "", 0.0)
     return WorkerRecording(replace(RECORD, name=name, id=number), clock, notes, summary, "")
+
+
+def trace(by: str, workers: list[WorkerRecording]) -> dict[str, Any]:
+    """The file, read again."""
+    read: dict[str, Any] = json.loads(as_json(by, workers))
+    return read
 
 
 def made(call: int, start: float, end: float) -> list[Note]:
