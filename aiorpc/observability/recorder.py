@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import foreign
 from ..errors import ProtocolError, RpcError, RpcUsageError
+from ..logs import logger
 from ..options import seconds as checked_seconds
 from ..protocol.identity import WorkerRecord
 from ..runtime.caller.peer import Peer
@@ -258,7 +259,10 @@ class Recording:
         try:
             await running
         except OSError as failure:
-            raise RpcUsageError(f"the recording cannot be written to {str(self.path)!r}: {failure}") from failure
+            text = f"the recording cannot be written to {str(self.path)!r}: {failure}"
+            if error is None:
+                raise RpcUsageError(text) from failure
+            logger.warning("%s", text)  # the error of the block says more
 
     async def _run(self) -> None:
         """Wait for the end of the block, or of the time; then fetch what there is and write it."""

@@ -231,7 +231,8 @@ def clock() -> float:
 async def begin(number: Number, seconds: Seconds, most: Most, profile: bool) -> None:
     """Handler: note what this worker does, for that many seconds at most.
 
-    most: how many notes it keeps. profile: whether to run torch's profiler, too. Raises Overloaded if it is being recorded too often.
+    most: how many notes it keeps. profile: whether to run torch's profiler, too. Raises Overloaded if it is being
+    recorded too often.
     """
     node, caller = _asked(begin)
     if len(_of(node)) >= MOST_RECORDINGS:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -278,6 +279,24 @@ async def test_a_file_that_cannot_be_written_is_refused_at_the_beginning(tmp_pat
                 pytest.fail("it was entered")
         assert is_free(worker) and is_free(other)
         assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+async def test_a_file_that_cannot_be_written_any_more_is_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an error, or in the log if the block has one of its own."""
+    async with cluster(2) as (worker, other):
+        (tmp_path / "gone").mkdir()
+        with pytest.raises(RpcUsageError, match=r"cannot be written to .*step\.json"):
+            async with worker.record(tmp_path / "gone" / "step.json"):
+                shutil.rmtree(tmp_path / "gone")
+        (tmp_path / "gone").mkdir()
+        with pytest.raises(ZeroDivisionError):
+            async with worker.record(tmp_path / "gone" / "step.json"):
+                shutil.rmtree(tmp_path / "gone")
+                await worker.call("worker1", divmod, 1, 0)
+        assert "cannot be written to" in caplog.text
+        await until(lambda: is_free(worker) and is_free(other))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 3601, float("nan"), "long"])
