@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         peer,
         publish,
         queue,
+        record,
         remote,
         serve,
         stream,
@@ -114,6 +115,7 @@ __all__ = [
     "peer",
     "publish",
     "queue",
+    "record",
     "register_safe",
     "remote",
     "rpc_async",
@@ -132,7 +134,7 @@ __all__ = [
 _SUBMODULES = ("autograd", "errors", "events", "functions", "nn", "optim", "types")
 #: The module that defines each other name of `__all__`.
 _PLACES = {
-    ".api": """call current get_worker_info group init peer publish queue remote serve stream subscribe unpublish
+    ".api": """call current get_worker_info group init peer publish queue record remote serve stream subscribe unpublish
         wait_for""",
     ".collecting": "collect_all wait_all",
     ".errors": """NotAllowed Overloaded PeerLeft PeerLost QueueEmpty QueueFull QueueShutDown RemoteError RpcCancelled

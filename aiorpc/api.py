@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, overload
@@ -12,6 +13,7 @@ from torch.distributed import Store
 
 from ._typing import Function, Items, Kwargs, Later, P, T, Ts
 from .futures import Future
+from .observability.recorder import Recording
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .protocol.retries import Backoff
@@ -402,6 +404,27 @@ def subscribe(
     Raised by a turn: RpcTimeout when the time is up.
     """
     return current().subscribe(name, timeout=timeout, map_location=map_location)
+
+
+def record(path: str | os.PathLike[str], *, seconds: float = 60.0, profile: bool = False) -> Recording:
+    """``async with record("step.json"):`` writes what all workers of the group do meanwhile to one file.
+
+    The file has the calls, their queueing and handlers, copies and transfers of all workers on one time axis, in the
+    format that https://ui.perfetto.dev opens. ``as recording`` gives the `Recording`, which tells after the block what
+    there is of each worker. A worker that is lost, does not answer or does not allow it is missing in the file, which
+    says so; no call fails because of a recording. If the block is cancelled, there is no file. On any loop.
+
+    path: of the file; one that exists is replaced at the end.
+    seconds: the recording ends after these at the latest, also if the block goes on or this process dies; up to 3600.
+    profile: whether torch's profiler runs in all processes meanwhile. The file then has operators, and ranges of
+        ``torch.profiler.record_function``. Its first begin in a process takes about a second.
+
+    Raised here: RpcUsageError for seconds out of range, NotInitialized, WorkerClosed.
+
+    Raised at the beginning of the block: RpcUsageError for a file that cannot be written. At its end, too, if that has
+    changed.
+    """
+    return current().record(path, seconds=seconds, profile=profile)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -2,12 +2,13 @@
 
 See the verb for each: `aiorpc.peer` returns a `PeerHandle`, `aiorpc.group` a `PeerGroup`, `aiorpc.serve` a
 `ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a `Publication`,
-`aiorpc.subscribe` a `Subscription`.
+`aiorpc.subscribe` a `Subscription`, `aiorpc.record` a `Recording`.
 """
 
 from __future__ import annotations
 
 from .channels import Traffic
+from .observability.recorder import RecordedWorker, Recording
 from .protocol.identity import WorkerInfo
 from .protocol.states import WorkerState
 from .queues import QueueHandle
@@ -44,6 +45,8 @@ __all__ = [
     "PublishedVersion",
     "QueueHandle",
     "RRefGroup",
+    "RecordedWorker",
+    "Recording",
     "ServedObject",
     "ShutdownReport",
     "Statistics",

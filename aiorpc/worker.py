@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -22,6 +23,7 @@ from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
 from .futures import Future
 from .observability import endpoint
+from .observability.recorder import Recording
 from .options import RpcBackendOptions, seconds
 from .protocol.identity import WorkerInfo, check_name
 from .protocol.retries import Backoff
@@ -364,6 +366,10 @@ class Worker:
         """
         check_observer(observer)
         return Observation(self._node.engine, observer)
+
+    def record(self, path: str | os.PathLike[str], *, seconds: float = 60.0, profile: bool = False) -> Recording:
+        """Write what all workers of the group do to a file, on one time axis. See `aiorpc.record`."""
+        return Recording(self._node, path, seconds, profile)
 
     def statistics(self) -> Statistics:
         """Counters and gauges of this worker. Any thread.

@@ -23,7 +23,7 @@ import io
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,15 @@ def unmatched(text: str, starts: list[str]) -> list[str]:
     return [start for start in starts if not any(line.startswith(start) for line in lines)]
 
 
-async def run(page: str) -> str:
-    """Run a page; what it printed."""
+async def run(page: str, look: Callable[[dict[str, Any]], None] | None = None) -> str:
+    """Run a page; what it printed. look: called with its names at the end."""
     text = (DOCS / page).read_text(encoding="utf-8")
     out = io.StringIO()
     with _module() as names, contextlib.redirect_stdout(out):
         async with asyncio.timeout(LIMIT / 2):
             await _run(page, blocks(text), workers(text), names)
+            if look is not None:
+                look(names)
     return out.getvalue()
 
 

@@ -2,4 +2,7 @@
 
 In a worker's process `endpoint` answers those who look, in a thread of its own. `reader` asks from outside. Modules
 that the commands of ``python -m aiorpc`` use (`report`, `reader`) import no torch.
+
+`recording` is what each worker notes, with the handlers that start and fetch it. `profiling` runs torch's profiler
+meanwhile. `recorder` asks all workers and aligns their clocks. `timeline` makes the file of it.
 """

@@ -14,7 +14,7 @@ THE_LEADER = "the leader of the group"
 RUNS_THE_PASS = "the worker that runs the pass"
 HAS_A_PART = "members with the context"
 MAY_CALL_IT = "members whose role may call the method"
-MAY_LOOK = "members whose role may call it"
+MAY_LOOK = "members whose role may call it by that name"
 READERS = "members whose role may read the name"
 DROP_IN = "every member; with the drop-in alone"
 LEADS_IT = "who leads that gathering; with the drop-in alone"
@@ -22,6 +22,7 @@ LEADS_IT = "who leads that gathering; with the drop-in alone"
 OWN_CALLS = "its own calls of the runtime: `max_queued_calls`, `max_call_rate`"
 CALLS = "its calls: `max_queued_calls`, `max_call_rate`"
 GATHERINGS = f"{CALLS}; of gatherings not begun here 256, and `max_queued_bytes`"
+RECORDINGS = f"{OWN_CALLS}; 4 recordings in all, 200,000 events each, an hour long"
 WAITS = "waits at a queue: `max_queued_calls`"
 
 
@@ -39,6 +40,7 @@ _GROUP = "aiorpc.runtime.group.group"
 _PUBLISHED = "aiorpc.runtime.publication.handlers"
 _PARTS = "aiorpc.autograd.parts"
 _CONTEXTS = "aiorpc.autograd.contexts"
+_RECORDING = "aiorpc.observability.recording"
 _QUEUE = "aiorpc.queues.served:ServedQueue"
 _TORCH = "aiorpc.compat.torch.rpc"
 _ASKED = "aiorpc.observability.asked"
@@ -70,6 +72,11 @@ HANDLERS: Sequence[OwnHandler] = (
         "itself",
         f"{OWN_CALLS}; 256 barriers at a time",
     ),
+    OwnHandler(f"{_RECORDING}:clock", MAY_LOOK, "nobody"),
+    OwnHandler(f"{_RECORDING}:begin", MAY_LOOK, "all calls of this worker, without arguments and results", RECORDINGS),
+    OwnHandler(f"{_RECORDING}:end", MAY_LOOK, "its own recordings"),
+    OwnHandler(f"{_RECORDING}:piece", MAY_LOOK, "its own recordings"),
+    OwnHandler(f"{_RECORDING}:drop", MAY_LOOK, "its own recordings"),
     OwnHandler("aiorpc.queues.packing:hand_over", "who has got the item, which has a key", "that item"),
     OwnHandler(f"{_QUEUE}.put_items", MAY_CALL_IT, "its own items", WAITS),
     OwnHandler(f"{_QUEUE}.take_items", MAY_CALL_IT, "its own items", WAITS),

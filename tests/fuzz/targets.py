@@ -62,7 +62,7 @@ from aiorpc.protocol.trace_context import TraceContext
 from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
-from tests.fuzz import declared, encrypted, live, parts, stored, trees
+from tests.fuzz import declared, encrypted, live, parts, recordings, stored, trees
 from tests.fuzz.stored import RECORD, SECRET
 from tests.fuzz.trap import PAYLOAD, nothing_unpickled
 from tests.fuzz.trees import ELEMENTS
@@ -856,6 +856,13 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(declared.taste),
             declared.seeds,
+        ),
+        Target(
+            "recordings",
+            "what workers send of a recording, and the trace of it",
+            (ProtocolError,),
+            simple(recordings.taste),
+            recordings.seeds,
         ),
         Target("queued", "packed items of queues", (ProtocolError,), simple(taste_queued), seeds_of_queued),
         Target(

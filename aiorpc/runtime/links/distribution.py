@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from ...protocol.messages import write
 from ...protocol.packing import pack
 from ...transport.send_queue import FRAME_COST, Unsent
 from ..engine.engine import Engine
+from ..engine.transfer_events import BufferTransfer, tell_transfer
 from .messages import INLINE
 
 # A loop copies at most so many bytes for one message; more is copied by a thread.
@@ -121,6 +123,38 @@ class Distribution:
         copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
         written. Buffers on devices are never borrowed. copies: of buffers that also go to other workers.
         """
+        if self._engine.transfer_observers:
+            started = time.monotonic()
+            prepared = self._prepare(kind, call_id, body, buffers, copy, copies)
+            if prepared.wires:
+                self._tell(prepared, started)
+            return prepared
+        return self._prepare(kind, call_id, body, buffers, copy, copies)
+
+    def _tell(self, prepared: Prepared, started: float) -> None:
+        """Show the observers of transfers which channels took the buffers of a message, since `started`."""
+        taken = [self.channels[number] for number in dict.fromkeys(number for number, _ in prepared.wires)]
+        event = BufferTransfer(
+            "sent",
+            self._record.name,
+            prepared.call_id,
+            tuple(channel.name for channel in taken),
+            prepared.size,
+            started,
+            time.monotonic(),
+            any(not channel.borrows for channel in taken),
+        )
+        tell_transfer(self._engine.transfer_observers, event)
+
+    def _prepare(
+        self,
+        kind: int,
+        call_id: int,
+        body: bytes,
+        buffers: Sequence[AnyBuffer],
+        copy: bool,
+        copies: Copies | None,
+    ) -> Prepared:
         if len(buffers) == 1:  # the common case of large messages
             (buffer,) = buffers
             for number, channel in self._devices if type(buffer) is DeviceBuffer else self.sharing:

@@ -37,6 +37,7 @@ from ...transport.connection import Connection
 from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
 from ..engine.observing import Passage, ask, frame_passage
+from ..engine.transfer_events import BufferTransfer, tell_transfer
 from .accelerators import Accelerators
 from .channel_link import PIECES, ChannelEnd
 from .channel_registry import InstalledChannel, agree, at_once
@@ -322,6 +323,8 @@ class Link:
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
         """A held message is whole, or has failed: hand it over, and the frames behind it."""
+        if self.engine.transfer_observers and assembly.failure is None:
+            self._tell(message, assembly)
         try:
             if message.kind == CHANNEL:
                 self._on_channel(message, assembly.failure)
@@ -332,6 +335,16 @@ class Link:
                 self.on_frames([message, *assembly.behind], again=True)
         except ProtocolError as error:  # the caller has brought the last buffer, and is not to blame
             self.connection.abort(error)
+
+    def _tell(self, message: Message, assembly: Assembly) -> None:
+        """Show a message whose buffers have come after it to the observers of transfers."""
+        channels = self.distribution.channels
+        names = tuple(dict.fromkeys(channels[code].name for code, _ in assembly.parcel.wires if code in channels))
+        size = sum(map(len, message.segments))
+        event = BufferTransfer(
+            "received", self.record.name, message.call_id, names, size, assembly.since, time.monotonic(), False
+        )
+        tell_transfer(self.engine.transfer_observers, event)
 
     def opened_anywhere(self, frame: Frame, *kinds: int) -> Parcel | None:
         """An envelope of one of these kinds, by default of answers, whose buffer is here; None otherwise. Any thread.

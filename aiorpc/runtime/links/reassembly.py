@@ -6,6 +6,7 @@ wait behind it: the receiver sees the messages of a call in their order; other c
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -28,9 +29,10 @@ class Message(Frame):
 
 
 class Assembly:
-    """A message that waits for buffers, and the frames behind it. size: bytes that all of these take."""
+    """A message that waits for buffers, and the frames behind it. size: bytes that all of these take. since: when it
+    began to wait (``time.monotonic()`` seconds)."""
 
-    __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "size", "state")
+    __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "since", "size", "state")
 
     def __init__(self, parcel: Parcel) -> None:
         self.parcel: Parcel = parcel
@@ -40,6 +42,7 @@ class Assembly:
         self.landing: Landing | None = None
         self.behind: list[Frame] = []
         self.size: int = 0
+        self.since: float = time.monotonic()
         self.state: MessageState = MESSAGE.initial
 
     def enter(self, event: MessageEvent) -> None:
