@@ -206,7 +206,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = connection.recv(size - len(data))
         if not more:
-            raise ConnectionResetError("the question is not complete")
+            raise ConnectionResetError("no whole question has come")
         data += more
     return data
 

@@ -160,11 +160,16 @@ class Group:
         """Stop watching processes, and remove lost members' unix sockets on this host."""
         self._watch.close()
         for member in self.lost:
-            self._remove_socket(self.members.get(member))
+            self._remove_sockets(self.members.get(member))
 
-    def _remove_socket(self, record: WorkerRecord | None) -> None:
-        if record is not None and record.unix_path and record.host == self._engine.record.host:
-            sockets.remove_if_stale(Path(record.unix_path))
+    def _remove_sockets(self, record: WorkerRecord | None) -> None:
+        """Those at which it took connections and could be looked at."""
+        if record is None or record.host != self._engine.record.host:
+            return
+        with contextlib.suppress(OSError):
+            endpoints = sockets.private_directory().glob(f"look-{record.pid}-*.sock")
+            for path in (Path(record.unix_path), *endpoints) if record.unix_path else endpoints:
+                sockets.remove_if_stale(path)
 
     def close_in_child(self) -> None:
         """After a fork: release the descriptors, which are the parent's."""
@@ -399,7 +404,7 @@ class Group:
         self.departure.heard.discard(record.id)
         self._context.peers.forget(record)
         self._context.references.forget(record.id)
-        self._remove_socket(record)
+        self._remove_sockets(record)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):
