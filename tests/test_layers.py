@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("api", "sync", "functions", "types", "events", "tracing"),
     ("worker",),
+    ("observability",),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),
     ("channels",),

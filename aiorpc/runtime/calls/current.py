@@ -237,7 +237,8 @@ class Registry(Generic[N]):
     A closed loop sends no event, so methods beside `only` look for closed loops, and take their workers down. The error
     of `get` names such a worker's end.
 
-    hosted: the `Worker` of `aiorpc.sync`, from before it joins until its thread has ended.
+    hosted: the `Worker` of `aiorpc.sync`, from before it joins until its thread has ended. servers: what workers share
+    that serves others by an address, such as their metrics; `sharing` is held while it changes.
     """
 
     def __init__(self) -> None:
@@ -250,6 +251,8 @@ class Registry(Generic[N]):
         self._lone: N | None = None  # the only worker alive
         self._several = False  # whether other workers, or their pools, are left
         self.hosted: Any = None
+        self.servers: dict[str, Any] = {}
+        self.sharing: Any = Lock()
         self._ended: Lifetime | None = None  # of the last worker, if it ended by itself
         self._left: Lifetime | None = None  # of the last worker that ended, for errors
         self._found = self._given = 0.0  # switch intervals in seconds: the program's, and ours
@@ -365,7 +368,8 @@ class Registry(Generic[N]):
 
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks of other threads stay locked.
-        self._lock = Lock()
+        self._lock, self.sharing = Lock(), Lock()
+        self.servers = {}
         self.hosted = None  # its thread did not survive
         for node in list(self._nodes):
             node.in_forked_child()

@@ -1,0 +1,1 @@
+"""Seeing what workers do, from inside and from outside of their processes."""
