@@ -14,10 +14,12 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ..locks import Lock
@@ -84,7 +86,7 @@ def _families(looks: list[tuple[str, Look]]) -> list[_Family]:
     return families
 
 
-class Reader(MetricsHandler):
+class Reader(BaseHTTPRequestHandler):
     """One reader. timeout: seconds for each wait for it."""
 
     timeout = PATIENCE
@@ -97,10 +99,18 @@ class Reader(MetricsHandler):
         if token and not hmac.compare_digest(said, b"Bearer " + token):
             self.send_response(401)
             self.send_header("WWW-Authenticate", "Bearer")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        super().do_GET()
+            body = b""
+        else:
+            encode, kind = choose_encoder(self.headers.get("Accept"))
+            body = encode(self.server.registry)
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))  # an answer that was cut off is no answer
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged."""
 
 
 class MetricsServer(socketserver.TCPServer):
@@ -111,7 +121,7 @@ class MetricsServer(socketserver.TCPServer):
     """
 
     allow_reuse_address = True
-    request_queue_size = MOST_READERS
+    request_queue_size = 128
 
     def __init__(self, family: int, address: Any, token: bytes) -> None:
         """address: as `socket.getaddrinfo` gives it. Raises OSError if it cannot listen there, or has no thread."""
@@ -122,10 +132,10 @@ class MetricsServer(socketserver.TCPServer):
         self._readers: dict[threading.Thread, socket.socket] = {}
         self._lock: Any = Lock()
         self._ended = False
-        registry = CollectorRegistry()
-        registry.register(self.collected)
-        ProcessCollector(registry=registry)
-        super().__init__(address, Reader.factory(registry))
+        self.registry = CollectorRegistry()
+        self.registry.register(self.collected)
+        ProcessCollector(registry=self.registry)
+        super().__init__(address, Reader)
         host, port = self.server_address[:2]
         self.address: str = f"[{host!s}]:{port}" if family == socket.AF_INET6 else f"{host!s}:{port}"
         self._thread = daemon(self._serve, name=f"aiorpc-metrics-{port}")

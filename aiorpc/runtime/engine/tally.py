@@ -42,8 +42,9 @@ class Durations:
 
     def add(self, function: str, outcome: CallOutcome, seconds: float) -> None:
         """A call of that function has ended."""
-        row = self._rows[outcome].get(function)
-        if row is None:
+        try:
+            row = self._rows[outcome][function]
+        except KeyError:
             row = self._row(function, outcome)
         row[bisect_left(BOUNDS, seconds)] += 1
         row[-1] += seconds
