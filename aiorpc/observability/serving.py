@@ -101,7 +101,7 @@ class Reader(BaseHTTPRequestHandler):
             self.send_header("WWW-Authenticate", "Bearer")
             body = b""
         else:
-            encode, kind = choose_encoder(self.headers.get("Accept"))
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
             body = encode(self.server.registry)
             self.send_response(200)
             self.send_header("Content-Type", kind)
@@ -174,8 +174,8 @@ class MetricsServer(socketserver.TCPServer):
         except Exception:
             logger.exception("the metrics cannot be read")
         finally:
-            self._forget(threading.current_thread())
             self.shutdown_request(request)
+            self._forget(threading.current_thread())
 
     def _forget(self, thread: threading.Thread) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from aiorpc.observability.measures import MEASURES
 from aiorpc.runtime.engine.tally import BOUNDS, MOST_FUNCTIONS, OTHER
 from aiorpc.testing import cluster, process_cluster
 from tests.observability.scraping import Scrape, read, scrape
+from tests.pages import DOCS
 from tests.ports import free_port
 from tests.runtime.waiting import LIMIT, until
 
@@ -141,7 +143,7 @@ async def test_calls_under_way_and_waiting_are_shown() -> None:
     options = RpcBackendOptions(metrics="127.0.0.1:0", num_worker_threads=1)
     async with cluster(2, options=options) as (here, there):
         calls = [here.call("worker1", stand, "open") for _ in range(3)]
-        calls += [here.call("worker1", wait_at_the_door) for _ in range(4)]
+        at_the_door = [here.call("worker1", wait_at_the_door) for _ in range(4)]
         await until(lambda: there.statistics().calls_running == 7 and there.statistics().jobs_queued == 3)
         seen = await scrape(here)
         assert seen.of("aiorpc_client_active_calls", worker="worker0") == 7
@@ -151,7 +153,7 @@ async def test_calls_under_way_and_waiting_are_shown() -> None:
         assert seen.of("aiorpc_client_active_calls", worker="worker1") == 0
         GATES["open"].set()
         DOOR.set()
-        await asyncio.gather(*calls)
+        await asyncio.gather(*calls, *at_the_door)
         seen = await scrape(here)
         assert seen.of("aiorpc_client_active_calls") == seen.of("aiorpc_server_active_calls") == 0
 
@@ -186,6 +188,16 @@ async def test_every_metric_is_there_with_its_kind(pair: list[Worker]) -> None:
     assert seen.of("process_open_fds") > 0
     assert seen.of("aiorpc_worker_info", worker="worker1", rank="1", pid=str(os.getpid())) == 1
     assert seen.of("aiorpc_group_workers", worker="worker0") == 2
+
+
+def test_the_reference_lists_every_metric() -> None:
+    """With its kind, its labels, and what it is, in the order of the code."""
+    text = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    rows = [tuple(each) for each in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.+) \|$", text, re.MULTILINE)]
+    assert rows == [
+        (measure.name, measure.kind, ", ".join(f"`{label}`" for label in measure.labels), measure.meaning)
+        for measure in MEASURES
+    ]
 
 
 async def test_queues_and_published_values_are_shown() -> None:
@@ -274,7 +286,7 @@ def test_a_process_shows_shared_memory_and_losses() -> None:
         assert sent in (2_000_000, 3_000_000)
         assert seen.of("aiorpc_shared_memory_size_bytes") >= seen.of("aiorpc_shared_memory_used_bytes") >= 0
         assert seen.of("aiorpc_shared_memory_resident_bytes") > 1_000_000
-        theirs = group.worker.call("worker0", _own_address).wait()
+        theirs = group.worker.call("worker0", own_address).wait()
         assert theirs != address
         assert Scrape(read(theirs)).labels("aiorpc_group_workers", "worker") == {"worker0"}
         assert (seen.of("aiorpc_group_workers"), seen.of("aiorpc_lost_workers_total")) == (3, 0)
@@ -286,8 +298,8 @@ def test_a_process_shows_shared_memory_and_losses() -> None:
         assert seen.of("aiorpc_channel_sent_bytes_total", channel="shared memory", peer="worker0") == sent
 
 
-def _own_address() -> str | None:
-    return rpc.current().metrics_address
+def own_address() -> str:
+    return rpc.current().metrics_address or ""
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -499,7 +511,7 @@ async def test_a_reader_in_another_process_disturbs_no_call(pair: list[Worker], 
         process.stdout.close()
     await until(lambda: not readers())
     assert open_ones[-1] <= open_ones[0] + serving.MOST_READERS
-    assert len(os.listdir("/proc/self/fd")) <= open_ones[0]
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= open_ones[0])
     assert (await scrape(pair[0])).of(DURATION.format("client", "count")) == 600
 
 
