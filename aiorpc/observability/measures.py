@@ -7,7 +7,6 @@ first functions and workers that are met have their names, all others are `_OTHE
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -36,12 +35,15 @@ HistogramRow = tuple[tuple[str, ...], list[tuple[str, float]], float]
 
 
 class Look:
-    """One look at a worker: what several metrics are read from. In a thread of the server."""
+    """One look at a worker: what several metrics are read from. In a thread of the server.
 
-    def __init__(self, node: Node, tally: Tally) -> None:
+    now: when it was begun (monotonic seconds), together with those at other workers.
+    """
+
+    def __init__(self, node: Node, tally: Tally, now: float) -> None:
         self.node = node
         self.tally = tally
-        self.now: float = time.monotonic()
+        self.now = now
         self.statistics: Statistics = collect(node)
         self.traffic: dict[str, PeerTraffic] = node.links.traffic_by_peer(tally)
         objects = [served._value for served in list(node.objects.by_name.values())]

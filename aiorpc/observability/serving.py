@@ -12,6 +12,7 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
@@ -63,7 +64,8 @@ class Workers(Collector):
     def collect(self) -> Iterator[_Family]:
         """All metrics of all workers."""
         with self._lock:
-            families = _families([(name, Look(node, tally)) for node, (name, tally) in self._workers.items()])
+            now = time.monotonic()
+            families = _families([(name, Look(node, tally, now)) for node, (name, tally) in self._workers.items()])
         yield from families
 
 
