@@ -117,7 +117,7 @@ async def test_calls_are_counted_by_function_and_outcome_at_both_ends(pair: list
 
 
 async def test_a_duration_is_in_the_buckets_above_it(pair: list[Worker]) -> None:
-    """A call of 0.3 s is in those from 0.5 s on, and in none below."""
+    """A call of 0.3 s is in those from 0.4 s on, and in none below."""
     await pair[0].call("worker1", block, 0.3)
     seen = await scrape(pair[0])
     labels = {"rpc_method": f"{__name__}/block", "worker": "worker1"}
