@@ -15,8 +15,8 @@ from ...channels import Traffic
 from ...locks import Lock
 from ...protocol.states import CallOutcome
 
-#: Upper bounds of the buckets, in seconds: from 10 µs, each twice the one before, to 84 s. The bucket of a duration is the
-#: number of its bits, in tens of microseconds: to look it up in a table takes twice as long.
+#: Upper bounds of the buckets, in seconds: from 10 µs, each twice the one before, to 84 s. The bucket of a duration is
+#: the number of its bits, in tens of microseconds: to look it up in a table takes twice as long.
 BOUNDS = tuple(round(1e-5 * (1 << bits), 5) for bits in range(24))
 _PER_SECOND = 1e5
 _MOST_BITS = 64
