@@ -102,6 +102,7 @@ class Metrics:
             if server is None:
                 return
             if node is not None:
+                node.metrics_address = ""
                 server.collected.remove(node)
             with registry.sharing:
                 server.users -= 1
@@ -151,11 +152,10 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise RpcUsageError(f"{_TOKEN_FILE}: {path} is no file")
-            exposed = exposure(status)
-            if exposed is not None:
-                raise RpcUsageError(f"{_TOKEN_FILE}: others than this user can read or write {path} {exposed}")
-            return file.read(_MOST_TOKEN).strip()
-    except (OSError, ValueError) as error:
-        raise RpcUsageError(f"{_TOKEN_FILE}: {path} cannot be read: {error}") from error
+            content = file.read(_MOST_TOKEN).strip() if stat.S_ISREG(status.st_mode) else b""
+    except (OSError, ValueError) as error:  # ValueError for what is no path
+        raise RpcUsageError(f"{_TOKEN_FILE}: {path!r} cannot be read: {error}") from error
+    exposed = exposure(status)
+    if exposed is not None:
+        raise RpcUsageError(f"{_TOKEN_FILE}: others than this user can read or write {path!r} {exposed}")
+    return content

@@ -317,6 +317,7 @@ async def test_workers_of_a_process_share_an_address(caplog: pytest.LogCaptureFi
         seen = await scrape(first)
         assert seen.labels("aiorpc_group_workers", "worker") == {"worker0"}
         assert f"metrics at http://{options.metrics}/metrics" in caplog.text
+    assert first.metrics_address is None
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(str(options.metrics).rpartition(":")[2])))
 
