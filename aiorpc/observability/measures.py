@@ -34,8 +34,8 @@ Row = tuple[tuple[str, ...], float]
 HistogramRow = tuple[tuple[str, ...], list[tuple[str, float]], float]
 
 
-class Look:
-    """One look at a worker: what several metrics are read from. In a thread of the server.
+class Scraped:
+    """A worker at one scrape: what several metrics are read from. In a thread of the server.
 
     now: when it was begun (monotonic seconds), together with those at other workers.
     """
@@ -58,13 +58,13 @@ class Measure:
     kind: str
     labels: tuple[str, ...]
     meaning: str
-    read: Callable[[Look], Iterable[Any]]  # of Row; of HistogramRow for a histogram
+    read: Callable[[Scraped], Iterable[Any]]  # of Row; of HistogramRow for a histogram
 
 
-def _one(name: str, kind: str, meaning: str, read: Callable[[Look], float]) -> Measure:
+def _one(name: str, kind: str, meaning: str, read: Callable[[Scraped], float]) -> Measure:
     """A metric without further labels."""
 
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         return [((), read(look))]
 
     return Measure(name, kind, (), meaning, rows)
@@ -75,7 +75,7 @@ def _one(name: str, kind: str, meaning: str, read: Callable[[Look], float]) -> M
 
 def method(function: str) -> str:
     """The name of a function as the conventions have it: `package.module/function`."""
-    return legible(function.replace(":", "/", 1))
+    return legible(function.replace(":", "/"))
 
 
 def _durations(durations: Durations) -> Iterator[HistogramRow]:
@@ -93,13 +93,13 @@ def _durations(durations: Durations) -> Iterator[HistogramRow]:
         yield (SYSTEM, function, error), buckets, row[-1]
 
 
-def _queued_here(look: Look) -> float:
+def _queued_here(look: Scraped) -> float:
     """Calls whose message waits for a connection."""
     waiting = (PeerState.IDLE, PeerState.CONNECTING, PeerState.SUSPENDED)
     return sum(peer.pending.user_calls() for peer in look.node.peers.all() if peer.state in waiting)
 
 
-def _streams(look: Look) -> list[Row]:
+def _streams(look: Scraped) -> list[Row]:
     made = sum(len(peer.pending.streams) for peer in look.node.peers.all())
     served = sum(service.streams() for service in list(look.node.services))
     return [(("client",), made), (("server",), served)]
@@ -160,14 +160,14 @@ _CALLS = (
 
 
 def _by_peer(name: str, meaning: str, read: Callable[[PeerTraffic], float]) -> Measure:
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         return [((peer,), read(traffic)) for peer, traffic in look.traffic.items()]
 
     return Measure(name, COUNTER, ("peer",), meaning, rows)
 
 
 def _by_channel(name: str, meaning: str, read: Callable[[Any], float]) -> Measure:
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         return [
             ((peer, legible(channel)), read(moved))
             for peer, traffic in look.traffic.items()
@@ -237,7 +237,7 @@ _NETWORK = (
 # --- the group --------------------------------------------------------------------------------------------------------
 
 
-def _info(look: Look) -> list[Row]:
+def _info(look: Scraped) -> list[Row]:
     record = look.node.engine.record
     return [((str(record.rank), record.hostname, str(record.pid), record.role, record.aiorpc), 1)]
 
@@ -261,22 +261,22 @@ _GROUP = (
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def _threads(look: Look) -> list[Row]:
+def _threads(look: Scraped) -> list[Row]:
     seen = look.statistics
     busy = max(0, seen.threads - seen.threads_idle - seen.threads_blocked)
     return [(("busy",), busy), (("idle",), seen.threads_idle), (("blocked",), seen.threads_blocked)]
 
 
-def _references(look: Look) -> list[Row]:
+def _references(look: Scraped) -> list[Row]:
     seen = look.statistics
     counts = {"owned": seen.references_owned, "held": seen.references_held, "pending": seen.references_pending}
     return [((state,), count) for state, count in counts.items()]
 
 
-def _of_devices(what: str) -> Callable[[Look], list[Row]]:
+def _of_devices(what: str) -> Callable[[Scraped], list[Row]]:
     """Reads the allocator of torch, for each device that calls use. `what`: as in `torch.cuda.memory_allocated`."""
 
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         accelerators = look.node.accelerators
         if accelerators.accelerator is None:
             return []
@@ -287,7 +287,7 @@ def _of_devices(what: str) -> Callable[[Look], list[Row]]:
     return rows
 
 
-def _device_buffers(look: Look) -> list[Row]:
+def _device_buffers(look: Scraped) -> list[Row]:
     accelerators = look.node.accelerators
     if accelerators.accelerator is None:
         return []
@@ -371,15 +371,15 @@ _PROCESS = (
 # --- published values and queues --------------------------------------------------------------------------------------
 
 
-def _published(read: Callable[[Any, float], float]) -> Callable[[Look], list[Row]]:
-    def rows(look: Look) -> list[Row]:
+def _published(read: Callable[[Any, float], float]) -> Callable[[Scraped], list[Row]]:
+    def rows(look: Scraped) -> list[Row]:
         publishers = list(look.node.publications.publishers.items())[:MOST_NAMES]
         return [((legible(name),), read(each, look.now)) for name, each in publishers if each.newest]
 
     return rows
 
 
-def _lags(look: Look) -> list[Row]:
+def _lags(look: Scraped) -> list[Row]:
     rows: list[Row] = []
     for name, publisher in list(look.node.publications.publishers.items())[:MOST_NAMES]:
         have: dict[str, int] = {}  # the least of a worker's subscriptions
@@ -391,10 +391,10 @@ def _lags(look: Look) -> list[Row]:
     return rows
 
 
-def _subscribed(read: Callable[[Any, float], float], *, taken: bool) -> Callable[[Look], list[Row]]:
+def _subscribed(read: Callable[[Any, float], float], *, taken: bool) -> Callable[[Scraped], list[Row]]:
     """Of a worker's subscriptions to one name, the one that is furthest behind."""
 
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         least: dict[str, Any] = {}
         for each in list(look.node.publications.prefetchers.values()):
             number = each.taken if taken else each.newest
@@ -407,7 +407,7 @@ def _subscribed(read: Callable[[Any, float], float], *, taken: bool) -> Callable
 
 
 def _of_queues(name: str, meaning: str, read: Callable[[Any], float]) -> Measure:
-    def rows(look: Look) -> list[Row]:
+    def rows(look: Scraped) -> list[Row]:
         found: Counter[str] = Counter()
         for queue in look.queues:
             found[legible(queue.name)] += int(read(queue.counts()))

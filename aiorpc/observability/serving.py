@@ -28,7 +28,7 @@ from ..logs import logger
 from ..runtime.engine.tally import Tally
 from ..runtime.node import Node
 from ..threads import daemon
-from .measures import COUNTER, HISTOGRAM, MEASURES, Look
+from .measures import COUNTER, HISTOGRAM, MEASURES, Scraped
 
 #: Seconds for which a reader may send or take nothing.
 PATIENCE = 10.0
@@ -65,11 +65,11 @@ class Workers(Collector):
         """All metrics of all workers."""
         with self._lock:
             now = time.monotonic()
-            families = _families([(name, Look(node, tally, now)) for node, (name, tally) in self._workers.items()])
+            families = _families([(name, Scraped(node, tally, now)) for node, (name, tally) in self._workers.items()])
         yield from families
 
 
-def _families(looks: list[tuple[str, Look]]) -> list[_Family]:
+def _families(looks: list[tuple[str, Scraped]]) -> list[_Family]:
     families: list[_Family] = []
     for measure in MEASURES:
         labels = ("worker", *measure.labels)

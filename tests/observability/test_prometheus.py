@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import aiorpc as rpc
 from aiorpc import RpcBackendOptions
 from aiorpc.testing import ProcessCluster, process_cluster
 from tests.observability.board import queries
+from tests.pages import DOCS
 from tests.ports import free_port
 from tests.runtime.waiting import wait_until
 
@@ -32,6 +34,14 @@ pytestmark = [pytest.mark.prometheus, pytest.mark.slow]
 WITHOUT_DATA = {"aiorpc_device_allocated_bytes", "aiorpc_device_reserved_bytes", "aiorpc_device_buffer_bytes"}
 NAMES = ("test", "worker0", "worker1", "worker2")
 TASKS: set[asyncio.Task[None]] = set()
+
+
+def alarms() -> list[str]:
+    """The expressions of the guide."""
+    text = (DOCS / "howto" / "metrics.md").read_text(encoding="utf-8").partition("## Alarms")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| .+ \| `(.+)` \|$", text, re.MULTILINE)
+    assert len(found) >= 6
+    return found
 
 
 def own_address() -> str:
@@ -205,6 +215,8 @@ def test_it_answers_the_queries_of_the_board(tmp_path: Path) -> None:
                 ]
                 time.sleep(0.5)
             assert missing == []
+            for alarm in alarms():
+                prometheus.query(alarm)  # raises if it is none
             names = {each["metric"]["worker"] for each in prometheus.query("aiorpc_worker_info")}
             assert names == set(NAMES)
             counted = 'sum(rpc_client_call_duration_seconds_count{rpc_method="builtins/abs", worker="worker1"})'
