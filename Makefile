@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong test-newest fuzz chaos soak conformance lint format types check bench wheel \
+.PHONY: help demo test testlong testmetrics test-newest fuzz chaos soak conformance lint format types check bench wheel \
 	docs docs-shots neighbours release-check hooks clean distclean
 
 help: ## list the targets
@@ -37,17 +37,24 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus" $(TEST_ARGS)
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "long or random" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "(long or random) and not prometheus" $(TEST_ARGS)
+
+# Debian's package is installed where that can be done without a question.
+testmetrics: $(VENV)/.installed-test ## scrape workers with Prometheus, and try the Grafana board's queries (TEST_ARGS)
+	@command -v prometheus >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } || \
+		{ echo "these tests need Prometheus: sudo apt-get install prometheus" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m prometheus tests/observability $(TEST_ARGS)
 
 # Without constraints.txt, in an environment of its own. pip says first which releases that came to.
 test-newest: ## run the quick tests with the newest release of every dependency (PYTHON; TEST_ARGS)
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pip list
-	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus" $(TEST_ARGS)
 
 neighbours: $(VENV)/.installed-neighbours ## test with torchrl and starlette themselves (TEST_ARGS)
 	$(BIN)/python -m pytest -q tests/neighbours $(TEST_ARGS)

@@ -97,6 +97,19 @@ def _check_host(value: object, name: str) -> None:
     raise RpcUsageError(f"{name} must be a host name or an address, not {_shown(value)}{reason}")
 
 
+def host_and_port(value: object, name: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, or of ``[address]:port`` for IPv6. RpcUsageError if it is none."""
+    if isinstance(value, str):
+        host, _, port = value.rpartition(":")
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else "" if ":" in host else host
+        if host and port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65_536:
+            _check_host(host, f"{name}: the host")
+            return host, int(port)
+    raise RpcUsageError(
+        f"{name} must be host:port, such as 127.0.0.1:9400, or with port 0 for any, not {_shown(value)}"
+    )
+
+
 @dataclass(frozen=True)
 class Tls:
     """Files by which workers prove their identity over TCP. Read when a worker joins, and again when they have changed.
@@ -363,6 +376,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         for this time but at most 0.0002, if the next message usually comes so soon. 0 turns both off: less latency for
         the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
+    metrics: ``host:port`` where Prometheus reads the metrics of this worker by HTTP; port 0 for any free one. Workers
+        of one process may have the same. None takes that of AIORPC_METRICS, if it is set; an empty one turns them off.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
         ``async with``; 0 means no limit.
     newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
@@ -384,6 +399,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     switch_interval: float | None = 0.0005
     busy_wait: float = 0.004
     lag_warning: float = 1.0
+    metrics: str | None = None
     shutdown_timeout: float = 0.0
     newcomer_grace: float = 10.0
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
@@ -454,6 +470,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
             raise RpcUsageError(f"dedicated_loop must be True or False, not {_shown(self.dedicated_loop)}")
         if not isinstance(self.init_method, str):
             raise RpcUsageError(f"init_method must be a URL, not {_shown(self.init_method)}")
+        if self.metrics is not None and (type(self.metrics) is not str or self.metrics):
+            host_and_port(self.metrics, "metrics")
         self._validate_devices()
 
     def _check_device_types(self) -> None:

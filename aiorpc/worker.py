@@ -22,7 +22,8 @@ from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
 from .futures import Future
-from .observability import endpoint
+from .observability.endpoint import Visibility
+from .observability.metrics import Metrics
 from .observability.recorder import Recording
 from .options import RpcBackendOptions, seconds
 from .protocol.identity import WorkerInfo, check_name
@@ -119,7 +120,10 @@ class Worker:
                 events=self._events,
                 objects=self._objects,
                 role=self.role,
-                accompany=endpoint.accompany,
+                attachments=(
+                    Visibility(),
+                    Metrics(self.name, self.options.metrics),
+                ),
             )
         )
         self._own_loop: LoopThread | None = None
@@ -174,6 +178,12 @@ class Worker:
     def hosts_store(self) -> bool:
         """Whether this process serves the rendezvous store."""
         return self._node.rendezvous.hosts_store
+
+    @property
+    def metrics_address(self) -> str | None:
+        """``host:port`` where its metrics are read by HTTP; None without the option ``metrics``. WorkerClosed if it has
+        not joined."""
+        return self._node.metrics_address or None
 
     def __repr__(self) -> str:
         return f"<aiorpc.Worker {self.name!r} {self.state.value}>"

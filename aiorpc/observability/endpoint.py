@@ -20,7 +20,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -47,12 +46,34 @@ _MOST_WAITING = 8
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
 
-def accompany(node: Node, stack: AsyncExitStack) -> None:
-    """Answer questions about that worker until the stack is closed. On its loop."""
-    endpoint = registry.shared.setdefault(_NAME, Endpoint())
-    assert isinstance(endpoint, Endpoint), "nothing else has that name"
-    endpoint.enter(node)
-    stack.callback(endpoint.leave, node)
+class Visibility:
+    """Lets one look at a worker from outside; see `node.Attachment` for the methods. The workers of a process share an
+    endpoint."""
+
+    def __init__(self) -> None:
+        self._node: Node | None = None
+        self._endpoint: Endpoint | None = None
+
+    def open(self, stop: threading.Event) -> None:
+        """There is nothing to look at yet."""
+
+    def attach(self, node: Node) -> None:
+        """Answer questions about it from now on."""
+        with registry.sharing:
+            endpoint = self._endpoint = registry.servers.setdefault(_NAME, Endpoint())
+        self._node = node
+        endpoint.enter(node)
+
+    def close(self) -> None:
+        """Answer no more."""
+        node, self._node = self._node, None
+        if node is not None and self._endpoint is not None:
+            self._endpoint.leave(node)
+
+    def close_in_child(self) -> None:
+        """Let go of the descriptors."""
+        if self._endpoint is not None:
+            self._endpoint.close_in_child()
 
 
 class Endpoint:
@@ -90,11 +111,6 @@ class Endpoint:
             thread = self._close()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2 * _PATIENCE)
-
-    def at_exit(self) -> None:
-        """See `Shared`."""
-        with self._lock:
-            self._close()
 
     def close_in_child(self) -> None:
         """See `Shared`."""

@@ -52,6 +52,7 @@ def report_of(node: Node) -> WorkerReport:
         version=_version.__version__,
         made=time.time(),
         uptime=now - engine.began,
+        metrics=node.metrics_address,
         statistics=_numbers(statistics),
         traffic={
             f"{name}.{each.name}": getattr(traffic, each.name)
@@ -210,7 +211,7 @@ def _published(node: Node, now: float) -> list[SeenName]:
         SeenName(
             name,
             publisher.newest,
-            now - publisher.written,
+            now - publisher.put_at,
             [
                 SeenReader(each.record.name, each.have, publisher.newest - each.have)
                 for each in list(publisher.subscribers.values())

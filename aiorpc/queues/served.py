@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -82,6 +82,16 @@ class _Waiter:
             self.future.set_result(value)
 
 
+class QueueCounts(NamedTuple):
+    """A queue at one moment: its items, the calls that wait for one or for room, and the items that were got and are
+    not finished."""
+
+    items: int
+    getters: int
+    putters: int
+    given: int
+
+
 @resource("queue")
 class ServedQueue:
     """The object that the owner serves for a queue; handles of the queue call it. On the owner's loop.
@@ -116,6 +126,10 @@ class ServedQueue:
         self._tickets = Tickets()
         self._taken_along: dict[str, int] = {}  # items that went with lost workers, by their names
         self._joiners: list[asyncio.Future[bool]] = []  # True: all is finished; False: the queue was closed
+
+    def counts(self) -> QueueCounts:
+        """What is in it, and what waits. Any thread."""
+        return QueueCounts(len(self._items), len(self._getters), len(self._putters), sum(list(self._given.values())))
 
     # --- putting and getting ------------------------------------------------------------------------------------------
 

@@ -176,8 +176,6 @@ class Lifecycle:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
-        if plan.accompany is not None:
-            plan.accompany(node, self._stack)
         if plan.worker._thread is None and registry.hosted is not plan.worker:
             self._stack.callback(_watch_loop(node).cancel)
         return node
@@ -188,6 +186,9 @@ class Lifecycle:
         for pattern in Rights(plan.options.allow).patterns():
             check_pattern(pattern)
         layout.warm_up()
+        for attachment in plan.attachments:
+            stack.callback(attachment.close)
+            await steps.run(partial(attachment.open, steps.stop))
         try:
             directory = sockets.private_directory()
             sockets.remove_stale(directory)
@@ -257,6 +258,9 @@ class Lifecycle:
         logger.debug("worker %s: has what its members know each other by", plan.name)
         meeting = Meeting(rendezvous, listeners, record, records, secret, credentials)
         node = Node(meeting, plan, self.lifetime, steps, stack)
+        for attachment in plan.attachments:
+            attachment.attach(node)
+            stack.callback(attachment.close)  # before the parts that it looks at
         await node.start()
         if rendezvous.dynamic:
             node.engine.tasks.spawn(_serve_rendezvous(node))

@@ -12,12 +12,13 @@ import contextvars
 import logging
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch.distributed import Store
 
@@ -65,13 +66,31 @@ from .references.references import References
 from .references.rref import RRef
 
 
+class Attachment(Protocol):
+    """A part of a worker that a layer above the runtime adds, such as its metrics."""
+
+    def open(self, stop: threading.Event) -> None:
+        """In a thread, before the worker meets others. Raises RpcUsageError if the worker cannot have it.
+
+        stop: set when joining is given up, before `close` is called, which may be at any time.
+        """
+
+    def attach(self, node: Node) -> None:
+        """The node was made, and takes no connections yet. On the loop."""
+
+    def close(self) -> None:
+        """The worker ends, or has not joined. Idempotent. Any thread."""
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of descriptors. No lock may be taken."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The user's description of a worker, before anything of it exists.
 
     worker: the `Worker` in the user's program. claims: about its devices, for the others. objects: served under names.
-    role: as in its record. accompany: called on its loop when it has met the others, with its exit stack, by which the
-    packages above the runtime follow its life.
+    role: as in its record. attachments: opened before it joins, and closed first when it ends.
     """
 
     worker: Any
@@ -87,7 +106,7 @@ class Plan:
     events: Events
     objects: Objects
     role: str = ""
-    accompany: Callable[[Node, AsyncExitStack], None] | None = None
+    attachments: Sequence[Attachment] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +144,8 @@ class Node:
         self.events: Events = plan.events
         self.rendezvous: Rendezvous = meeting.rendezvous
         self.listeners: Listeners = meeting.listeners
+        self.attachments: Sequence[Attachment] = plan.attachments
+        self.metrics_address: str = ""  # host:port where its metrics are read; empty without them
         self.read_error: Callable[[str, BaseException], BaseException] = hooks.read_error
         self.patient = False  # whether to wait for running handlers; set when the worker leaves in good order
         lifetime.may_begin = partial(is_nested, self)
@@ -369,6 +390,8 @@ class Node:
         for connection in list(self.engine.connections):
             connection.close_in_child()
         self.listeners.close_in_child()
+        for attachment in self.attachments:
+            attachment.close_in_child()
         self.group.close_in_child()
         self.publications.close_in_child()
         self.memory.close_in_child()
@@ -385,6 +408,8 @@ class Node:
             self.engine.lifetime.enter(WorkerEvent.EXITED)
         self.engine.lifetime.fail(getattr(sys, "last_type", None))  # the error of the main program, if any
         self.listeners.unlink()
+        for attachment in self.attachments:
+            attachment.close()
         for peer in self.peers.all():
             peer.goodbye()
         for service in list(self.services):

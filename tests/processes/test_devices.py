@@ -14,6 +14,7 @@ import torch
 import aiorpc as rpc
 
 from ..fakes.cuda import FakeCuda
+from ..observability.scraping import scrape
 from . import device_bodies as bodies
 from .device_bodies import BOX, Group, Setup, on_device, pattern, play, wrong
 from .workers import Place, meeting_file, processes, until
@@ -35,6 +36,25 @@ def moved(group: Group, way: str) -> int:
     """Transfers and chunks that went that way, in either direction."""
     traffic = group.worker.statistics().channels[way]
     return traffic.sent + traffic.received
+
+
+@pytest.mark.parametrize("way", ["ipc", "staging"])
+async def test_metrics_show_the_memory_that_tensors_pass_through(way: str) -> None:
+    """For each device that calls use: the outboxes on it, none if tensors go through the host; and torch's own."""
+
+    async def scenario(group: Group) -> None:
+        for index in (0, 1):
+            await group.ask("w1", bodies.plus, on_device(1000, 1, index))
+        seen = await scrape(group.worker)
+        assert seen.labels("aiorpc_device_buffer_bytes", "device") == {"cuda:0", "cuda:1"}
+        for index in (0, 1):
+            expected = BOX if way == "ipc" else 0
+            assert seen.of("aiorpc_device_buffer_bytes", device=f"cuda:{index}", worker="w0") == expected
+            # There is no such device, so torch's allocator holds nothing of it.
+            assert seen.of("aiorpc_device_allocated_bytes", device=f"cuda:{index}") == 0
+            assert seen.of("aiorpc_device_reserved_bytes", device=f"cuda:{index}") == 0
+
+    await play(scenario, *setups(way, metrics="127.0.0.1:0"))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -228,6 +228,10 @@ class Devices(Channel):
         """Whether, after `let_go`, either end may still have memory of the other's open."""
         return not self._gone or self._sender.boxes > 0
 
+    def memory(self) -> list[tuple[int, int]]:
+        """Device and bytes of each outbox. Any thread."""
+        return self._sender.memory()
+
     @property
     def boxes(self) -> int:
         """How many outboxes the other end may have open."""

@@ -517,6 +517,11 @@ class Sender:
         """How many outboxes the other end may have open."""
         return sum(box.outbox is not None for box in list(self._boxes.values()))
 
+    def memory(self) -> list[tuple[int, int]]:
+        """Device and bytes of each outbox. Any thread."""
+        found = [(box.index, box.outbox) for box in list(self._boxes.values())]
+        return [(index, outbox.size) for index, outbox in found if outbox is not None]
+
     @property
     def lent(self) -> int:
         """How many slots of the outboxes are not free."""

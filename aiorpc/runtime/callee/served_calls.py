@@ -85,6 +85,9 @@ class ServedCalls:
             self.system -= 1
         else:
             self._counters.served_ended[outcome] += 1
+            tally = self._engine.tally
+            if tally is not None:
+                tally.served.add(call.function, outcome, time.monotonic() - call.started)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return True

@@ -148,6 +148,7 @@ class Service:
         self.calls: dict[int, ServedCall] = served.calls
         self.pending_calls: Callable[[], list[PendingCall]] = served.pending_calls
         self.user_calls: Callable[[], int] = served.user_calls
+        self.streams: Callable[[], int] = lambda: served.streams
         self._answers = Answers(
             home.engine, self.link, connection, self._caller, home.gradients, home.references, self._backlog, served
         )

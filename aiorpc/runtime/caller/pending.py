@@ -98,6 +98,9 @@ class PendingCalls:
             self._counters.made_ended[outcome] += 1
             if now:
                 self._counters.latencies[int((now - call.started) * 1e6).bit_length()] += 1
+            tally = self._engine.tally
+            if tally is not None:
+                tally.made.add(call.entry.name, outcome, (now or time.monotonic()) - call.started)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return call

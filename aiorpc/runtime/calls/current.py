@@ -225,16 +225,6 @@ current_call: ContextVar[ServedCall | None] = cast("ContextVar[ServedCall | None
 current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=None)
 
 
-class Shared(Protocol):
-    """What the workers of a process have together, such as the endpoint at which one looks at them."""
-
-    def at_exit(self) -> None:
-        """The interpreter exits before all workers have shut down. On the main thread."""
-
-    def close_in_child(self) -> None:
-        """In a forked child: release the parent's descriptors. No lock may be taken."""
-
-
 class Registry(Generic[N]):
     """The workers of this process. only: the worker for verbs, if it is certain; otherwise call `get`.
 
@@ -247,8 +237,8 @@ class Registry(Generic[N]):
     A closed loop sends no event, so methods beside `only` look for closed loops, and take their workers down. The error
     of `get` names such a worker's end.
 
-    hosted: the `Worker` of `aiorpc.sync`, from before it joins until its thread has ended. shared: what the workers of
-    this process have together, by a name that its package has chosen.
+    hosted: the `Worker` of `aiorpc.sync`, from before it joins until its thread has ended. servers: what workers share
+    that serves others, such as their metrics, by its address; `sharing` is held while it changes.
     """
 
     def __init__(self) -> None:
@@ -261,7 +251,8 @@ class Registry(Generic[N]):
         self._lone: N | None = None  # the only worker alive
         self._several = False  # whether other workers, or their pools, are left
         self.hosted: Any = None
-        self.shared: dict[str, Shared] = {}
+        self.servers: dict[str, Any] = {}
+        self.sharing: Any = Lock()
         self._ended: Lifetime | None = None  # of the last worker, if it ended by itself
         self._left: Lifetime | None = None  # of the last worker that ended, for errors
         self._found = self._given = 0.0  # switch intervals in seconds: the program's, and ours
@@ -377,11 +368,9 @@ class Registry(Generic[N]):
 
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks of other threads stay locked.
-        self._lock = Lock()
+        self._lock, self.sharing = Lock(), Lock()
+        self.servers = {}
         self.hosted = None  # its thread did not survive
-        for each in self.shared.values():
-            each.close_in_child()
-        self.shared = {}
         for node in list(self._nodes):
             node.in_forked_child()
         call = current_call.get()
@@ -394,8 +383,6 @@ class Registry(Generic[N]):
         self._exit_told = False
 
     def _at_exit(self) -> None:
-        for each in list(self.shared.values()):
-            each.at_exit()
         for node in list(self._nodes):
             node.at_exit()
         limit = time.monotonic() + _LAST_SECONDS

@@ -102,6 +102,7 @@ class Group:
         self.lost: dict[int, WorkerInfo] = self._table.lost
         self._failed: dict[int, str] = {}  # errors of leaving members, from their goodbyes, by id
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
+        self.losses: int = 0  # how many members were lost, also those that are forgotten since
         self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
 
     @property
@@ -304,6 +305,7 @@ class Group:
 
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
         context, engine = self._context, self._engine
+        self.losses += 1
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.of(engine.name).warning("worker %s was lost: %s", record.describe(), cause)
         self._end_calls(record, failure(record, cause, error))

@@ -282,6 +282,14 @@ class Accelerators:
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
+    def buffers(self) -> dict[int, int]:
+        """Bytes of memory that tensors to other processes pass through, for each device that calls use. Any thread."""
+        found = dict.fromkeys(self._used, 0)
+        for channel, _ in self._channels:
+            for index, size in channel.memory():
+                found[index] = found.get(index, 0) + size
+        return found
+
     def add(self, channel: Devices, connection: Connection) -> None:
         """A link over that connection has this end of the device channel."""
         self._channels = [each for each in self._channels if not each[1].ended]

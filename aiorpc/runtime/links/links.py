@@ -10,6 +10,7 @@ from ...channels.inline import Inline
 from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
 from ..engine.engine import Engine
+from ..engine.tally import PeerTraffic, Tally
 from .accelerators import Accelerators
 from .channel_registry import InstalledChannel, find_channels
 from .link import Link, MessageSink
@@ -51,7 +52,13 @@ class Links:
         """A link is closed: forget it, and add its traffic to the counters of the worker."""
         if link not in self._links:
             return
-        self._links.discard(link)
+        tally = self.engine.tally
+        if tally is None:
+            self._links.discard(link)
+        else:
+            with tally.changing:
+                self._links.discard(link)
+                tally.ended(link.record.name, _traffic_of(link))
         counters = self.engine.counters
         counters.add_traffic(link.distribution.traffic())
         counters.messages_sent += link.messages_sent
@@ -90,8 +97,33 @@ class Links:
                 total[name]._add(part)
         return total
 
+    def traffic_by_peer(self, tally: Tally) -> dict[str, PeerTraffic]:
+        """The traffic with each other worker since the tally began, by its label."""
+        total: dict[str, PeerTraffic] = {}
+        with tally.changing:
+            for link in self.all():
+                total.setdefault(tally.peer(link.record.name), PeerTraffic()).add(_traffic_of(link))
+            for name, traffic in tally.peers.items():
+                total.setdefault(name, PeerTraffic()).add(traffic)
+        return total
+
     def connections(self) -> list[Connection]:
         """The open connections of all links, including second ones."""
         links = self.all()
         found = [link.connection for link in links if not link.connection.closed]
         return found + [link.pipe for link in links if link.pipe is not None and link.pipe is not link.connection]
+
+
+def _traffic_of(link: Link) -> PeerTraffic:
+    """What one link has moved so far."""
+    connections = [link.connection]
+    if link.pipe is not None and link.pipe is not link.connection:
+        connections.append(link.pipe)
+    moved = PeerTraffic(
+        sum(each.bytes_sent for each in connections),
+        sum(each.bytes_received for each in connections),
+        link.messages_sent,
+        link.messages_received,
+    )
+    moved.add_channels(link.distribution.traffic())
+    return moved

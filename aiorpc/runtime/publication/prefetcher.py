@@ -98,8 +98,8 @@ class ArrivedVersion(NamedTuple):
 class Prefetcher:
     """Fetches for one subscription. On the loop; any thread may call `take`, `forget` and `close_later`.
 
-    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none; came: when it
-    did (``time.monotonic()``).
+    number: of the subscription, at this worker. newest: the newest whole version here, 0 for none. came: when it came
+    (monotonic seconds). taken: the version that the program took last, 0 for none; taken_came: when that one had come.
     kept: that version, for readers that come when its publisher has gone; None if the program may have changed its
     bytes.
     """
@@ -116,7 +116,8 @@ class Prefetcher:
         self._publications = publications
         self._outbound = publications.outbound
         self.newest: int = 0
-        self.came: float = 0.0
+        self.came = self.taken_came = 0.0
+        self.taken = 0
         self._made_by = -1  # id of the publisher of `newest`
         self._maps = False
         self._views: dict[int, SlotView] = {}
@@ -162,6 +163,8 @@ class Prefetcher:
             if waker is not None:
                 self._wakers.discard(waker)
             arrival, self._ready = self._ready, None
+            if arrival is not None:
+                self.taken, self.taken_came = arrival.edition.version, self.came
             if arrival is None:
                 if self._error is not None:
                     raise copy.copy(self._error)  # with the traceback of this turn alone
@@ -411,7 +414,7 @@ class Prefetcher:
         self.kept = arrival if arrival.view is not None or not edition.size else None
         self._behind_since = 0.0
         with self._lock:
-            self._ready = arrival
+            self._ready, self.came = arrival, time.monotonic()
         self._wake()
 
     def _wake(self) -> None:

@@ -54,7 +54,8 @@ class _Leader:
 
 
 class Publisher(VersionStore):
-    """The versions of one published name. On the loop."""
+    """The versions of one published name. On the loop. put_at: when the newest version was complete (monotonic
+    seconds)."""
 
     def __init__(self, home: Home, stands: StandingLease) -> None:
         super().__init__(home, stands.lease.name)
@@ -70,7 +71,7 @@ class Publisher(VersionStore):
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
         self._next = self.lease.first
-        self._put_at = 0.0  # when the newest version was complete
+        self.put_at = 0.0
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._readers = Readers()
         self._waiters: set[_AwaitedDelivery] = set()
@@ -111,7 +112,7 @@ class Publisher(VersionStore):
             copy()
         else:
             await in_background(engine, copy)
-        self._put_at = time.monotonic()
+        self.put_at = time.monotonic()
         self.finish(stored)
 
     def _synchronize(self, marks: Sequence[Event]) -> None:
@@ -165,7 +166,7 @@ class Publisher(VersionStore):
         subscriber = None if leader.key is None else self.subscribers.get(leader.key)
         if subscriber is not None and subscriber.have >= self.newest:
             return False
-        return time.monotonic() - max(leader.seen, self._put_at) > self._engine.bounds.stalled
+        return time.monotonic() - max(leader.seen, self.put_at) > self._engine.bounds.stalled
 
     def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
         if not said.leads:

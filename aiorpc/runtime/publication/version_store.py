@@ -16,7 +16,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,8 +110,7 @@ class Stored:
 
 
 class VersionStore:
-    """The versions of one name. On the loop. subscribers: the open subscriptions. written: when the newest version was
-    whole (``time.monotonic()``)."""
+    """The versions of one name. On the loop. subscribers: the open subscriptions."""
 
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
@@ -121,7 +119,6 @@ class VersionStore:
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
-        self.written: float = 0.0
         self._stored: dict[int, Stored] = {}
         self._gone: dict[Key, Subscriber] = {}  # ended, but still hold versions
         self._fetching: dict[WorkerRecord, int] = {}  # the version that a worker of another host fetches
@@ -164,7 +161,6 @@ class VersionStore:
         before = self._newest
         if before is None or before.version < stored.version:
             self._newest = stored
-            self.written = time.monotonic()
             self._wake()
         if before is not None:
             self._look_at(before)
