@@ -100,8 +100,13 @@ def find_the_slow_handler(trace: dict[str, Any], caller: str, callee: str) -> No
     calls = slices(trace, "call", ":slow")
     assert len(calls) == 2 and all(process(trace, each) == caller for each in calls)
     (waited,) = (each for each in calls if each["args"]["call"] == second["args"]["call"])
-    called, queued, handled, answered = arrow(trace, waited)
-    assert called == waited and handled == second and process(trace, queued) == callee
+    request, queued, handled, answered = arrow(trace, waited)
+    assert (
+        request["name"] == "request"
+        and request["tid"] == waited["tid"]
+        and handled == second
+        and process(trace, queued) == callee
+    )
     assert queued["name"] == "queued" and queued["args"]["call"] == second["args"]["call"]
     assert queued["dur"] >= NAP * 1e6 / 2 and abs(span(queued)[1] - span(second)[0]) <= 1
     assert answered["name"] == "answer" and answered["tid"] == waited["tid"]
