@@ -68,7 +68,7 @@ def check(page: Page, trace: dict[str, Any]) -> None:
 
 
 def shoot(web: Path, trace: dict[str, Any], picture: Path) -> None:
-    """Open the trace in the page, with the tracks of all workers, and one call selected."""
+    """Open the trace in the page, with the tracks of all workers, and one handler selected."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(web)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as play:
@@ -85,7 +85,7 @@ def shoot(web: Path, trace: dict[str, Any], picture: Path) -> None:
         for worker in trace["otherData"]["workers"]:
             page.get_by_text(f"{worker} (pid").first.click(force=True)
             page.wait_for_timeout(300)
-        ((last,),) = page.evaluate(QUERY, "select max(id) from slice where category = 'call' and parent_id is null")
+        ((last,),) = page.evaluate(QUERY, "select max(id) from slice where category = 'handler'")
         page.evaluate(
             "(id) => app.trace.selection.selectSqlEvent('slice', id, {switchToCurrentSelectionTab: false})", last
         )
