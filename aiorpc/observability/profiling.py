@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch._C._profiler import _ExperimentalConfig
 
 from .. import foreign
 from ..threads import daemon, run_in_thread
@@ -68,6 +67,9 @@ class Profiling:
         try:
             if torch.autograd.profiler._is_profiler_enabled:
                 raise RuntimeError("the program runs it itself")
+            # Not public: a torch that has it elsewhere is told as a trouble, and aiorpc can be imported with it.
+            from torch._C._profiler import _ExperimentalConfig
+
             profiler = torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
             profiler.start()
             anchors = [_anchor() for _ in range(_ANCHORS)]

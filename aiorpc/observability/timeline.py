@@ -2,8 +2,8 @@
 
 Each worker is a process of the trace. Its tracks hold slices that nest:
 
-    calls          the calls that it has made, from the call to its answer; inside, what it waited for to be sent, and
-                   how long the answer was on its way
+    calls          the calls that it has made, from the call to its answer; inside, how long it waited to be sent, and
+                   how long the call and its answer were on their way
     queued         the calls that it serves, from their arrival until their handler begins
     handlers       those on the loop, where several run at a time
     a thread       the handlers that ran in it, copies into channels, and the events of torch's profiler
@@ -149,7 +149,7 @@ def as_json(by: str, recorded: Sequence[WorkerRecording]) -> bytes:
     zero = max(began, default=0.0)  # before, something may be missing
     workers = [_Worker(each, clock, zero) for each, clock in placed if clock is not None and each.summary is not None]
     _share_ranges(workers)
-    tracks = itertools.count(1)
+    tracks = itertools.count(max((_process(each.record) for each in recorded), default=0) + 1)
     for worker in workers:
         worker.lay_out(tracks)
     events: list[Event] = [*_arrows(workers)]  # it adds the answers to the calls
@@ -514,17 +514,23 @@ def _arrows(workers: Sequence[_Worker]) -> list[ArrowEvent]:
 
 
 def _path(number: int, made: tuple[_Worker, _Slice], other: _Worker, pair: _Pair) -> Iterator[ArrowEvent]:
-    """The arrow of one call. made: where it was made, and its slice there."""
+    """The arrow of one call. made: where it was made, and its slice there, which gets the times on the way.
+
+    Perfetto draws an arrow from the end of a slice to the beginning of the next one.
+    """
     worker, call = made
-    stops = [(worker, call, call.start), (other, pair.queued, pair.queued.start)]
+    sent = max((each.end for each in call.inside), default=call.start)
+    request = _within(_Slice("request", "request", sent, pair.queued.start), call)
+    inside = [*call.inside, request] if request.start >= sent else [*call.inside]  # else it was never sent
+    stops = [(worker, call, request.start), (other, pair.queued, pair.queued.start)]
     if pair.handler is not None:
         stops.append((other, pair.handler, pair.handler.start))
         if call.args.get("outcome") in _ANSWERED and not pair.handler.args.get("unfinished"):
-            after = max((each.end for each in call.inside), default=call.start)
             answer = _within(_Slice("answer", "answer", pair.handler.end, call.end), call)
-            if answer.start >= after:  # else the clocks do not agree, or the message was sent late
-                call.inside = (*call.inside, answer)
+            if answer.start >= inside[-1].end:  # else the clocks do not agree
+                inside.append(answer)
             stops.append((worker, call, answer.start))
+    call.inside = inside
     for place, (at, shown, time) in enumerate(stops):
         phase = "s" if place == 0 else "f" if place == len(stops) - 1 else "t"
         yield _arrow(phase, "call", number, at, shown, time)

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -91,35 +89,6 @@ def test_the_picture_is_as_its_script_draws_it() -> None:
     """`python docs/_ext/architecture.py` makes it anew."""
     architecture = extension("architecture")
     assert architecture.PATH.read_text(encoding="utf-8") == architecture.drawing()
-
-
-def test_a_recording_is_drawn_whole() -> None:
-    """Each slice of aiorpc and each track has its place in the picture, and each arrow its ends."""
-
-    def made(name: str, cat: str, tid: int, ts: float) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "cat": cat, "pid": 1, "tid": tid, "ts": ts, "dur": 50.0, "args": {}}
-
-    names = [(0, "process_name", "worker0 <1>"), (1, "thread_name", "calls"), (2, "thread_name", "handlers")]
-    events = [{"ph": "M", "name": name, "pid": 1, "tid": tid, "args": {"name": said}} for tid, name, said in names]
-    events += [
-        made("m:outer", "call", 1, 0.0),
-        made("m:inner", "handler", 2, 20.0),
-        made("aten::mm", "cpu_op", 2, 21.0),
-    ]
-    for phase, tid, ts in (("s", 1, 0.0), ("f", 2, 20.0)):
-        events.append({"ph": phase, "name": "call", "cat": "arrow", "id": 1, "pid": 1, "tid": tid, "ts": ts})
-    drawn = ElementTree.fromstring(extension("timeline").picture({"traceEvents": events}))
-    space = "{http://www.w3.org/2000/svg}"
-    words = [each.text for each in drawn.iter(f"{space}text")]
-    assert [each for each in words if each and "ms" not in each] == [
-        "worker0 <1>",
-        "calls",
-        "outer",
-        "handlers",
-        "inner",
-    ]
-    assert len([*drawn.iter(f"{space}rect")]) == 2 and len([*drawn.iter(f"{space}circle")]) == 1
-    assert extension("timeline").PICTURE.is_file()
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,25 @@ async def quick(value: Any) -> Any:
 async def asks(other: str) -> int:
     """Handler that calls another worker."""
     return await rpc.call(other, slow, 1)
+
+
+def counts(most: int) -> Iterator[int]:
+    """Handler of a stream."""
+    yield from range(most)
+
+
+@rpc.functions.batched(max_size=3, max_wait=0.05)
+def together(values: list[int]) -> list[int]:
+    """Handler of several calls at a time."""
+    return values
+
+
+@rpc.functions.async_execution
+def later(value: int) -> torch.futures.Future[int]:
+    """Handler whose answer comes from another thread."""
+    made: torch.futures.Future[int] = torch.futures.Future()
+    threading.Timer(0.01, made.set_result, (value,)).start()
+    return made
 
 
 def fail() -> None:
@@ -100,8 +120,13 @@ def find_the_slow_handler(trace: dict[str, Any], caller: str, callee: str) -> No
     calls = slices(trace, "call", ":slow")
     assert len(calls) == 2 and all(process(trace, each) == caller for each in calls)
     (waited,) = (each for each in calls if each["args"]["call"] == second["args"]["call"])
-    called, queued, handled, answered = arrow(trace, waited)
-    assert called == waited and handled == second and process(trace, queued) == callee
+    request, queued, handled, answered = arrow(trace, waited)
+    assert (
+        request["name"] == "request"
+        and request["tid"] == waited["tid"]
+        and handled == second
+        and process(trace, queued) == callee
+    )
     assert queued["name"] == "queued" and queued["args"]["call"] == second["args"]["call"]
     assert queued["dur"] >= NAP * 1e6 / 2 and abs(span(queued)[1] - span(second)[0]) <= 1
     assert answered["name"] == "answer" and answered["tid"] == waited["tid"]
@@ -250,6 +275,37 @@ def test_transfers_are_on_the_axis(tmp_path: Path) -> None:
         names = [(process(trace, each), each["name"]) for each in slices(trace, "transfer")]
         assert ("test", "hand over by bulk") in names and ("worker0", "transfer by bulk") in names
         assert {each["args"]["bytes"] for each in slices(trace, "transfer")} == {16 << 20}
+
+
+async def test_calls_of_all_kinds_are_on_the_axis(tmp_path: Path) -> None:
+    """Streams, references, batches, deferred handlers, groups, queues and published values, several at a time."""
+    async with cluster(3) as (worker, other, _):
+        async with worker.record(tmp_path / "step.json") as recorded:
+            assert [each async for each in worker.stream("worker1", counts, 3)] == [0, 1, 2]
+            made = worker.remote("worker1", slow, 5)
+            assert await made == 5
+            assert await asyncio.gather(*[worker.call("worker1", together, each) for each in range(3)]) == [0, 1, 2]
+            assert await worker.call("worker1", later, 4) == 4
+            assert (await worker.group(["worker1", "worker2"]).call(quick, 7)).values() == [7, 7]
+            queue: Any = other.Queue("samples")
+            await worker.queue("samples", owner="worker1").put(torch.ones(3))
+            await queue.get()
+            await worker.publish("weights", torch.ones(3))
+            waiting = worker.call("worker1", asyncio.sleep, LIMIT)
+            await until(lambda: other._node.engine.counters.served > 8)
+        waiting.cancel()
+        assert {each.trouble for each in recorded.workers.values()} == {""}
+        trace = read(tmp_path / "step.json")
+        kinds = {each["args"]["kind"] for each in slices(trace, "call")}
+        assert kinds == {"call", "stream", "remote", "fetch"}
+        for name in (":counts", ":slow", ":together", ":later", ":quick", ":sleep"):
+            assert slices(trace, "handler", name), name
+        parts = {each["args"]["part_of"][0] for each in slices(trace, "call") if "part_of" in each["args"]}
+        assert parts == {"group", "queue"}
+        assert {each["args"]["part_of"][0] for each in slices(trace, "handler", ":together")} == {"batch"}
+        (going,) = slices(trace, "handler", ":sleep")
+        assert going["args"]["unfinished"]
+        assert {process(trace, each) for each in slices(trace, "handler", ":quick")} == {"worker1", "worker2"}
 
 
 def test_a_recording_may_be_made_again_and_again(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_worker_of_another_host_is_on_the_same_axis() -> None:
     (call,), (handler,) = slices(found, "call"), slices(found, "handler")
     assert span(call)[0] < span(handler)[0] and span(handler)[1] < span(call)[1]
     assert handler["ts"] == pytest.approx(1.2e6) and handler["dur"] == pytest.approx(0.6e6)
-    assert [each["name"] for each in arrow(found, call)] == ["m:f", "queued", "m:f", "answer"]
+    assert [each["name"] for each in arrow(found, call)] == ["request", "queued", "m:f", "answer"]
     assert found["otherData"]["workers"]["worker1"]["clock"] == "round trips"
 
 
@@ -115,7 +115,7 @@ def test_calls_without_a_beginning_or_an_end_are_shown_as_far_as_they_were_seen(
     before, going, _, _ = slices(found, "call")
     assert before["ts"] == 0.0 and before["dur"] == 3e6
     assert going["args"]["unfinished"] and span(going)[1] == 100 * 10**9
-    assert [each["name"] for each in arrow(found, going)] == ["m:f", "queued", "m:f"]
+    assert [each["name"] for each in arrow(found, going)] == ["request", "queued", "m:f"]
 
 
 def test_ranges_that_end_a_little_after_their_handler_are_cut() -> None:
