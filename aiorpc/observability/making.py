@@ -29,7 +29,7 @@ from .report import (
     SeenSubscription,
     WorkerReport,
 )
-from .stacks import stack_of_call, stack_of_thread, stands_at_lock
+from .stacks import stack_of_call, stack_of_step, stands_at_lock
 
 #: The oldest so many calls of each side are in a report, and so many members.
 _MOST = 1000
@@ -88,7 +88,7 @@ def _numbers(statistics: Statistics) -> dict[str, float]:
 def _loop(node: Node) -> SeenLoop:
     monitor = node.monitor
     silent = monitor.silent()
-    stands = stack_of_thread(node.engine.thread) if silent else []
+    stands = stack_of_step(node.engine.thread) if silent else []
     return SeenLoop(silent, monitor.lag_mean, monitor.lag_max, stands)
 
 
@@ -107,7 +107,9 @@ def _members(node: Node) -> list[SeenMember]:
         if member is not None:
             _add_traffic(member, service.link)
     for info in list(node.group.lost.values()):
-        found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
+        known = found.setdefault(info.name, SeenMember(info.name, info.id))
+        if known.id == info.id:  # and not another one in its place
+            known.state = "lost"
     return list(found.values())[:_MOST]
 
 
@@ -124,7 +126,7 @@ def _add_traffic(member: SeenMember, end: Peer | object) -> None:
     if connection is not None:
         member.sent += connection.bytes_sent
         member.received += connection.bytes_received
-        member.unsent += connection.unsent
+        member.unsent += connection.queue.size
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Wait:
     """One call that a program or a handler waits for.
 
     made: the call as its caller sees it. served: as its worker sees it; None if there is no report, or the call is on
-    its way. why: what is known of a call that is not served, as a sentence.
+    its way. why: what is known of a call that is not served, as a sentence. source_function: of the handler that waits.
     """
 
     source: Node
@@ -45,6 +45,7 @@ class Wait:
     made: SeenCall
     served: SeenCall | None = None
     why: str = ""
+    source_function: str = ""
 
 
 @dataclass
@@ -78,7 +79,9 @@ def build(group: SeenGroup) -> WaitGraph:
             target = Node(call.worker, call.caller, call.call_id)
             served = graph.served.get(target)
             why = "" if served else _why(call, lost, whys)
-            waits[source].append(Wait(source, target, call, served, why))
+            handler = graph.served.get(source)
+            function = "" if handler is None else handler.function
+            waits[source].append(Wait(source, target, call, served, why, function))
     graph.waits = dict(waits)
     return graph
 
@@ -118,7 +121,9 @@ def circle(before: SeenGroup, now: SeenGroup) -> list[Wait]:
         found = _way(edges, start)
         if found and (not shortest or len(found) < len(shortest)):
             shortest = found
-    return shortest
+    # From the first worker of it by name, at each look the same.
+    first = min(range(len(shortest)), key=lambda index: shortest[index].source.worker, default=0)
+    return shortest[first:] + shortest[:first]
 
 
 def _way(edges: dict[str, list[Wait]], start: str) -> list[Wait]:
@@ -185,7 +190,10 @@ def circle_as_text(around: Sequence[Wait]) -> list[str]:
     else:
         lines = [f"{len(names)} workers wait in a circle: {' -> '.join([*names, names[0]])}"]
     for each in around:
-        lines.append(f"  {each.source.worker}: {_made(each.made)}")
+        handler = f" in {each.source_function}" if each.source_function else ""
+        lines.append(f"  worker {each.source.worker!r}{handler} waits for {_made(each.made)}")
+        if each.made.made_at:
+            lines.append(f"      made at {each.made.made_at}")
         if each.served is not None:
             lines.append(f"      {_standing(each.served)}")
     return lines
@@ -249,14 +257,15 @@ def _below(graph: WaitGraph, node: Node, indent: str, above: set[Node]) -> Itera
         first = waits[0]
         more = f", and for {len(waits) - 1} more such calls" if len(waits) > 1 else ""
         yield f"{indent}for {_made(first.made)}{more}"
+        if first.made.made_at:
+            yield f"{indent}    made at {first.made.made_at}"
         yield f"{indent}    {first.why if first.served is None else _standing(first.served)}"
         if first.target not in above:  # a handler may call its own caller
             yield from _below(graph, first.target, indent + "    ", above | {first.target})
 
 
 def _made(call: SeenCall) -> str:
-    at = f", made at {call.made_at}" if call.made_at else ""
-    return f"{call.function} on worker {call.worker!r}, since {call.since:.1f} s{at}"
+    return f"{call.function} on worker {call.worker!r}, since {call.since:.1f} s"
 
 
 def _standing(call: SeenCall) -> str:
