@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -188,7 +189,8 @@ async def test_a_reader_that_stopped_reading() -> None:
         await asyncio.sleep(0.2)
         ran, found = await diagnosed()
         text = await aiorpc("diagnose")
-        for each in (blocked, *calls):
+        blocked.cancel()
+        for each in calls:
             each.cancel()
     assert ran.code == 1 and {each["kind"] for each in found} == {"blocked loop", "stalled reader"}
     stalled = next(each for each in found if each["kind"] == "stalled reader")
@@ -199,7 +201,7 @@ async def test_a_reader_that_stopped_reading() -> None:
 async def test_a_queue_that_nobody_gets_from() -> None:
     """Items lie there for as long as was said, and more come."""
     async with members(2):
-        samples = rpc.Queue("samples", maxsize=8)
+        samples: rpc.Queue[int] = rpc.Queue("samples", maxsize=8)
         calm = await aiorpc("diagnose", "--waiting", "1")
         puts = [asyncio.ensure_future(samples.put(number)) for number in range(9)]
         await asyncio.sleep(1.1)
@@ -245,3 +247,62 @@ async def test_threads_that_are_all_taken() -> None:
     assert (ran.code, found["kind"], found["worker"]) == (1, "overload", "w1")
     assert found["function"] == f"{troubles.__name__}:wait" and "troubles.py" in found["line"]
     check_page("overload", "diagnose", text.out)
+
+
+async def test_a_busy_group_has_no_troubles() -> None:
+    """Nested calls under locks, streams, queues, weights and large tensors: nothing is found, at any look."""
+    async with members(4, num_worker_threads=4):
+        busy_calls = asyncio.create_task(keep_busy())
+        try:
+            for _ in range(4):
+                ran = await aiorpc("diagnose", "--waiting", "5")
+                assert (ran.code, ran.out.startswith("nothing found: 4 workers")) == (0, True), ran
+                assert not (await aiorpc("wait-graph", "--mermaid")).code
+        finally:
+            busy_calls.cancel()
+            await asyncio.gather(busy_calls, return_exceptions=True)
+
+
+async def keep_busy() -> None:
+    """Work of all kinds, until it is cancelled."""
+    samples: rpc.Queue[int] = rpc.Queue("samples", maxsize=4)
+
+    async def produce() -> None:
+        for number in itertools.count():
+            await samples.put(number)
+            await asyncio.sleep(0.01)
+
+    async def consume() -> None:
+        while True:
+            await samples.get()
+            samples.task_done()
+            await asyncio.sleep(0.02)
+
+    async def call(name: str, after: str) -> None:
+        while True:
+            await rpc.call(name, troubles.relay, after)
+            await rpc.call(name, troubles.size_of, torch.zeros(1 << 18))
+
+    async def take(name: str) -> None:
+        async for _ in rpc.stream(name, troubles.count, 1000):
+            await asyncio.sleep(0.05)
+
+    async def publish() -> None:
+        while True:
+            await rpc.publish("weights", torch.zeros(1 << 16))
+            await asyncio.sleep(0.03)
+
+    names = ("w1", "w2", "w3")
+    readers = [rpc.call(name, troubles.read_weights) for name in names]
+    try:
+        async with asyncio.TaskGroup() as work:
+            for each in (produce(), consume(), publish()):
+                work.create_task(each)
+            for number, name in enumerate(names):
+                work.create_task(take(name))
+                for other in names[number:] + names[:number]:
+                    work.create_task(call(name, other))
+    finally:
+        await asyncio.gather(*readers)
+        for name in names:
+            await rpc.call(name, troubles.end_reading)

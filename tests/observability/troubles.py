@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import threading
 import time
+from collections.abc import AsyncIterator
 
 import torch
 
@@ -53,6 +54,19 @@ def hold_the_interpreter(seconds: int) -> None:
 def wait(seconds: float) -> None:
     """A handler that takes its time."""
     time.sleep(seconds)
+
+
+def relay(after: str) -> None:
+    """Use the lock of this worker for a moment, and then a worker that does the same."""
+    with lock:
+        time.sleep(0.02)
+    rpc.rpc_sync(after, take)
+
+
+async def count(most: int) -> AsyncIterator[int]:
+    """A stream that its reader takes slowly."""
+    for number in range(most):
+        yield number
 
 
 def size_of(value: torch.Tensor) -> int:
