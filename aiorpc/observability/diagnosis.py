@@ -271,7 +271,7 @@ def as_text(found: Sequence[Finding], group: SeenGroup) -> str:
     if not found:
         calls = [call for report in group.reports for call in report.calls if call.side == "made" and not call.own]
         oldest = f", the oldest since {max(call.since for call in calls):.1f} s" if calls else ""
-        lines.append(f"nothing found: {len(group.reports)} workers, {len(calls)} calls under way{oldest}")
+        lines.append(f"nothing found (workers: {len(group.reports)}, calls under way: {len(calls)}{oldest})")
     lines += [f"not seen: {each.name}: {each.why}" for each in group.unseen if not each.how]
     return "\n".join(lines)
 

@@ -37,6 +37,7 @@ from .asked import ask
 from .making import report_of
 from .report import LONGEST_QUESTION, Answer, Look, LookAround, Question, Refused, Reports, Stacks, Text
 from .stacks import all_stacks
+from .stalls import StallWatch
 
 _NAME = "endpoint"
 #: Of the real-time signals, which no system service and few programs use, the last but one.
@@ -55,6 +56,10 @@ def accompany(node: Node, stack: AsyncExitStack) -> None:
     assert isinstance(endpoint, Endpoint), "nothing else has that name"
     endpoint.enter(node)
     stack.callback(endpoint.leave, node)
+    if node.engine.options.stall_warning:
+        watch = StallWatch(node, node.engine.options.stall_warning)
+        watch.start()
+        stack.callback(watch.stop)
 
 
 class Endpoint:

@@ -43,7 +43,7 @@ def report_of(node: Node) -> WorkerReport:
         name=engine.name,
         id=engine.id,
         role=engine.record.role,
-        mark=_mark(engine.record),
+        mark=mark_of(engine.record),
         init_method=node.worker.init_method,
         dynamic=node.rendezvous.dynamic,
         state=engine.lifetime.state.value,
@@ -114,10 +114,11 @@ def _members(node: Node) -> list[SeenMember]:
 
 
 def _member(record: WorkerRecord, state: str) -> SeenMember:
-    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, _mark(record))
+    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, mark_of(record))
 
 
-def _mark(record: WorkerRecord) -> str:
+def mark_of(record: WorkerRecord) -> str:
+    """Of this life of a worker, as in reports."""
     return record.incarnation[:12]
 
 

@@ -326,10 +326,10 @@ def _ask_far(group: SeenGroup, name: str) -> Answer:
     return Refused(why)
 
 
-def looks(name: str | None = None, pauses: Sequence[float] = PAUSES) -> list[SeenGroup]:
-    """A group at several moments: some troubles are seen by what has not changed. CannotLook as `group_of`."""
-    found = [group_of(name)]
+def looks(find: Callable[[], SeenGroup], pauses: Sequence[float] = PAUSES) -> list[SeenGroup]:
+    """A group at several moments: some troubles are seen by what has not changed. find: as `group_of`."""
+    found = [find()]
     for pause in pauses:
         time.sleep(pause)
-        found.append(group_of(name))
+        found.append(find())
     return found
