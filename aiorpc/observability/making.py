@@ -11,6 +11,7 @@ from dataclasses import fields
 
 from .. import _version
 from ..protocol.identity import WorkerRecord, legible
+from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
@@ -97,8 +98,11 @@ def _loop(node: Node) -> SeenLoop:
 
 def _members(node: Node) -> list[SeenMember]:
     found = {node.engine.name: _member(node.engine.record, "itself")}
+    lost = node.group.lost
     for peer in node.peers.all():
-        if peer.record is not None and peer.name not in found:
+        if peer.record is None or (peer.state is PeerState.GONE and peer.record.id not in lost):
+            continue  # it has left
+        if peer.name not in found:
             found[peer.name] = _member(peer.record, peer.state.value)
         if peer.name in found and peer.connection is not None:
             _add_traffic(found[peer.name], peer)
@@ -106,7 +110,7 @@ def _members(node: Node) -> list[SeenMember]:
         member = found.get(service.record.name)
         if member is not None:
             _add_traffic(member, service.link)
-    for info in list(node.group.lost.values()):
+    for info in list(lost.values()):
         known = found.setdefault(info.name, SeenMember(info.name, info.id))
         if known.id == info.id:  # and not another one in its place
             known.state = "lost"

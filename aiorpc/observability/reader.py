@@ -217,6 +217,8 @@ def groups(*, far: bool = True) -> list[SeenGroup]:
         by_pid = {process.pid: process for process in found}
         for group in seen:
             _look_around(group, by_pid)
+    for group in seen:
+        group.reports.sort(key=lambda report: report.id)
     return sorted(seen, key=lambda group: group.names)
 
 

@@ -9,6 +9,7 @@ other one runs there that could hold the lock. Only calls that stand where they 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from .reader import SeenGroup
 from .report import SeenCall
 
+#: Lines of modules of the standard library in which one waits.
+_WAITS = re.compile(r"/(asyncio/\w+|concurrent/futures/\w+|threading|queue|selectors|subprocess|socket)\.py:\d+ in ")
 #: Of the calls that one program or handler waits for, so many lines are drawn.
 _MOST_DRAWN = 20
 
@@ -277,14 +280,9 @@ def _standing(call: SeenCall) -> str:
 
 
 def place_of(call: SeenCall) -> str:
-    """The innermost line of a handler, without those of the lock at which it stands; empty if that is not known."""
+    """The innermost line of a handler outside of what it waits in, as `asyncio.sleep`; empty if it is not known."""
     at = call.stands_at[0] if call.stands_at else ""
-    return next((line for line in call.stands_at if not _is_of_locks(line)), at) if call.at_lock else at
-
-
-def _is_of_locks(line: str) -> bool:
-    path = line.rpartition(":")[0]
-    return path.endswith(("/threading.py", "/asyncio/locks.py"))
+    return next((line for line in call.stands_at if not _WAITS.search(line)), at)
 
 
 def _short(line: str) -> str:

@@ -171,7 +171,12 @@ async def test_many_that_ask_for_others_at_once_are_told() -> None:
     options = [rpc.RpcBackendOptions(), rpc.RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)]
     async with cluster(2, options=options) as (worker, _):
         (process,) = reader.processes()
-        blocking = worker.call("worker1", troubles.block_the_loop, 4.0)
+        blocking = worker.call("worker1", troubles.block_the_loop, 6.0)
+
+        async def is_blocked() -> bool:
+            return any(report.loop.silent for report in (await look(process)).reports)
+
+        await until(is_blocked)
         question = LookAround("worker0", ["worker1"], 2.0)
         with ThreadPoolExecutor(12) as pool:
             loop = asyncio.get_running_loop()
