@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from .reader import SeenGroup
 from .report import SeenCall, SeenMember, SeenQueue, WorkerReport
 from .wait_graph import Wait, circle, circle_as_text, place_of
 
+#: What may be wrong; causes stand before their effects.
 Kind = Literal[
     "deadlock",
     "blocked loop",
@@ -56,7 +57,7 @@ class Finding(msgspec.Struct, omit_defaults=True):
 
 
 def findings(looks: Sequence[SeenGroup], limits: Limits | None = None) -> list[Finding]:
-    """What is wrong. looks: two or more, the newest last, at least half a second apart in all."""
+    """What is wrong, causes before effects. looks: two or more, the newest last, at least half a second apart in all."""
     limits = limits or Limits()
     seen = _Looks(looks)
     found = list(_deadlock(circle(looks[0], looks[-1])))
@@ -70,7 +71,8 @@ def findings(looks: Sequence[SeenGroup], limits: Limits | None = None) -> list[F
         found += _queues(seen, report, limits)
         found += _stale(report, limits)
     found += _lost(seen)
-    return found
+    order: tuple[Kind, ...] = get_args(Kind)
+    return sorted(found, key=lambda each: order.index(each.kind))
 
 
 class _Looks:
