@@ -91,9 +91,9 @@ def _stacks() -> str:
     parts = []
     for name in _all_members().names:
         try:
-            text = reader.stacks(name)
+            text = outside.stacks(name)
         except CannotLook as error:
-            text = f"not available: {error}"
+            text = str(error)
         parts.append(f"--- worker {name} ---\n\n{text}")
     return "\n".join(parts)
 

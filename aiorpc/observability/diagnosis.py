@@ -57,7 +57,7 @@ class Finding(msgspec.Struct, omit_defaults=True):
 
 
 def findings(looks: Sequence[SeenGroup], limits: Limits | None = None) -> list[Finding]:
-    """What is wrong, causes before effects. looks: two or more, the newest last, at least half a second apart in all."""
+    """What is wrong, causes before effects. looks: two or more, the newest last, half a second apart or more in all."""
     limits = limits or Limits()
     seen = _Looks(looks)
     found = list(_deadlock(circle(looks[0], looks[-1])))

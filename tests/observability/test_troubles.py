@@ -156,7 +156,7 @@ async def test_a_process_that_was_stopped(tmp_path: Path) -> None:
             children["w1"].kill(signal.SIGCONT)
     assert (ran.code, found["kind"], found["worker"]) == (1, "stopped process", "w1")
     assert (stacks.code, spied.code) == (1, 0)
-    assert "is stopped, by SIGSTOP" in stacks.out and "stacks: not available" in stacks.out
+    assert "is stopped, by SIGSTOP" in stacks.out and "the stacks of worker 'w1' are not available" in stacks.out
     assert "by py-spy" in spied.out and "in serve" in spied.out
     check_page("stopped process", "diagnose", text.out)
 
