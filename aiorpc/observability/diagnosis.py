@@ -45,7 +45,7 @@ class Limits:
 
 class Finding(msgspec.Struct, omit_defaults=True):
     """One trouble. text: a sentence or more. worker: where it is. function, line: of the handler in which it is, where
-    that is known. workers: all that are part of it, for a deadlock. since: seconds, where that is known."""
+    that is known. workers: all that are part of it, for a deadlock and a line. since: seconds, where that is known."""
 
     kind: Kind
     worker: str
@@ -197,16 +197,20 @@ def _stalled_readers(seen: _Looks, report: WorkerReport) -> Iterator[Finding]:
 def _lost(seen: _Looks) -> Iterator[Finding]:
     """Connections that are broken, and workers that are lost and have not come back."""
     there = {report.name for report in seen.now.reports} | {each.name for each in seen.now.unseen if each.how}
+    broken: list[set[str]] = []
     lost: dict[str, tuple[str, float]] = {}
     for report in seen.now.reports:
         for member in report.members:
             since, cause = _news(report, member)
-            if member.state == "suspended":
+            ends = {report.name, member.name}
+            if member.state == "suspended" and ends not in broken:  # both ends may tell
+                broken.append(ends)
                 yield Finding(
                     "lost line",
                     member.name,
-                    f"the connection from worker {report.name!r} to worker {member.name!r} is broken since "
+                    f"the connection between workers {report.name!r} and {member.name!r} is broken since "
                     f"{since:.1f} s, and is being made again: {cause}",
+                    workers=sorted(ends),
                     since=since,
                 )
             elif member.state == "lost" and member.name not in there and not (report.dynamic and since > _NEWS):

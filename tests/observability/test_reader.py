@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc.observability import reader
-from aiorpc.observability.reader import CannotLook, SeenGroup
+from aiorpc.observability.reader import CannotLook, Process, SeenGroup
 from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 from tests.processes import bodies
 from tests.processes.workers import Children, meeting_file, own_fork_server, places, processes, serve
 
@@ -92,13 +96,66 @@ async def test_a_free_group_that_grows_and_shrinks() -> None:
 
 async def test_a_long_tmpdir_is_not_where_workers_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They use /tmp then, and so does the reader."""
-    from aiorpc.transport import sockets
-
     for folder in (tmp_path / "short", tmp_path / ("long" * 30)):
         folder.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         own = sockets.private_directory()
         assert own in reader.directories()
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[Process]:
+    """A process of this host, this one, whose endpoint gives that answer and goes away."""
+    base = sockets.private_directory() / f"look-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(base.with_suffix(".sock")))
+        listening.listen()
+        base.with_suffix(".json").write_bytes(b'[{"name": "w"}]')
+
+        def serve_one() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve_one)
+        thread.start()
+        try:
+            yield reader.processes()[0]
+        finally:
+            thread.join()
+            for end in (".sock", ".json"):
+                base.with_suffix(end).unlink()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "it has closed the connection"),
+        (struct.pack("!I", 100) + b"x", "it has closed the connection"),
+        (struct.pack("!I", 1) + b"\xc1", "cannot be asked"),
+        (struct.pack("!I", 0xFFFFFFFF), "an answer of 4294967295 bytes"),
+    ],
+)
+def test_a_process_that_dies_while_it_is_asked_is_unseen(answer: bytes, said: str) -> None:
+    """With the reason, and so is one that is no aiorpc, or of another version."""
+    with answering(answer):
+        (group,) = reader.groups()
+    (unseen,) = group.unseen
+    assert unseen.name == "w" and said in unseen.why and not unseen.how
+
+
+def test_files_that_are_none_of_ours_are_passed_over() -> None:
+    """Also if their names look so."""
+    folder = sockets.private_directory()
+    made = {"look-x.json": b"[]", f"look-{os.getpid()}.json": b"{", "look-1.json": b"\xff"}
+    for name, content in made.items():
+        (folder / name).write_bytes(content)
+    try:
+        assert reader.processes() == []
+    finally:
+        for name in made:
+            (folder / name).unlink()
 
 
 @pytest.mark.slow

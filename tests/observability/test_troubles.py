@@ -16,8 +16,11 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.observability import reader
+from aiorpc.testing import cluster
+from tests.cuts import cut
 from tests.limits import busy
 from tests.processes.workers import Children, group, until
+from tests.runtime.test_resumption import TCP, away
 
 from . import troubles
 from .commands import Ran, aiorpc, check_page, lines_of, path_with_py_spy, path_without_py_spy
@@ -247,6 +250,22 @@ async def test_threads_that_are_all_taken() -> None:
     assert (ran.code, found["kind"], found["worker"]) == (1, "overload", "w1")
     assert found["function"] == f"{troubles.__name__}:wait" and "troubles.py" in found["line"]
     check_page("overload", "diagnose", text.out)
+
+
+async def test_a_connection_that_is_broken() -> None:
+    """Named until it is made again."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=60.0)) as workers:
+        assert await workers[0].call("worker1", abs, -3) == 3
+        calm = await aiorpc("diagnose")
+        with away():
+            cut()
+            await until(lambda: all(each.statistics().connections_suspended for each in workers))
+            ran, found = await found_alone()
+        assert await workers[0].call("worker1", abs, -3) == 3
+        after = await aiorpc("diagnose")
+    assert (calm.code, after.code) == (0, 0)
+    assert (ran.code, found["kind"], found["worker"]) == (1, "lost line", "worker1")
+    assert found["workers"] == ["worker0", "worker1"]
 
 
 async def test_a_busy_group_has_no_troubles() -> None:
