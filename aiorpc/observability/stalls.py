@@ -21,6 +21,10 @@ _EVERY = 1.0
 _LINES = 60
 
 
+def _is_of_queue(call: MadeCall) -> bool:
+    return call.part_of is not None and call.part_of[0] == "queue"
+
+
 class StallWatch:
     """Looks at the calls that a worker has made, in a thread of its own. after: seconds that they may wait.
 
@@ -59,7 +63,7 @@ class StallWatch:
             (call.started, peer.name, call)
             for peer in self._node.peers.all()
             for call in list(peer.pending.calls.values())
-            if call.started <= before and not call.system and not call.streamed
+            if call.started <= before and not (call.system or call.streamed or _is_of_queue(call))
         ]
         if not found:
             return None

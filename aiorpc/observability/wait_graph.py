@@ -71,8 +71,7 @@ def build(group: SeenGroup) -> WaitGraph:
     for report in group.reports:
         lost = {each.name for each in report.members if each.state == "lost"}
         for call in report.calls:
-            at_queue = call.part_of is not None and call.part_of[0] == "queue"
-            if call.side != "made" or (call.own and not at_queue):
+            if call.side != "made" or call.own:
                 continue
             source = WaitNode(report.name, *call.parent) if call.parent else WaitNode(report.name)
             target = WaitNode(call.worker, call.caller, call.call_id)
@@ -86,7 +85,7 @@ def build(group: SeenGroup) -> WaitGraph:
 
 
 def _why(call: SeenCall, lost: set[str], unseen: dict[str, str]) -> str:
-    if call.own and call.part_of is not None:
+    if call.part_of is not None and call.part_of[0] == "queue":
         return f"it waits at queue {call.part_of[1]!r} for an item or for room"
     if call.worker in lost:
         return f"worker {call.worker!r} is lost"
@@ -274,6 +273,8 @@ def _made(call: SeenCall) -> str:
 def _standing(call: SeenCall) -> str:
     if call.state == "queued":
         return "it is queued: it waits for a thread"
+    if call.kind == "stream" and not (call.stands_at and not _WAITS.search(place_of(call))):
+        return "it makes items, or waits until they are taken"
     if not call.stands_at:
         return "it is running"
     return f"it {'waits for a lock' if call.at_lock else 'stands'} at {place_of(call)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -96,6 +96,12 @@ async def sleep_async() -> None:
         await asyncio.sleep(0.5)
 
 
+async def stream() -> AsyncIterator[int]:
+    while not Asynchronous.event.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.5)
+    yield 1
+
+
 AT_LOCK = (enter, enter_second, enter_again, acquire, acquire_in_time, enter_semaphore, acquire_semaphore, enter_async)
 NOT_AT_LOCK = (wait, wait_within, wait_for_condition, wait_async, sleep_async)
 
@@ -134,6 +140,22 @@ async def test_a_handler_at_a_lock_is_told_from_one_that_waits(handler: Callable
             await call
         if _semaphore.acquire(blocking=False):
             pass
+
+
+async def test_a_generator_stands_where_it_awaits() -> None:
+    """And not where the runtime awaits it."""
+    Asynchronous.event = asyncio.Event()
+    async with cluster(2) as (caller, worker):
+        items = caller.stream("worker1", stream)
+        taking = asyncio.ensure_future(anext(items))
+
+        def standing() -> list[str]:
+            return [line for each in report_of(worker._node).calls for line in each.stands_at]
+
+        await until(lambda: any(line.startswith(__file__) and line.endswith(" in stream") for line in standing()))
+        Asynchronous.event.set()
+        assert await taking == 1
+        await items.aclose()
 
 
 async def test_stacks_have_the_calls_of_the_program() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +25,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
+
+
+_queues: list[rpc.Queue[int]] = []
+
+
+async def make_queue() -> None:
+    _queues[:] = [rpc.Queue("jobs")]
 
 
 async def count() -> AsyncIterator[int]:
@@ -53,6 +61,10 @@ async def test_calls_that_wait_without_a_trouble_are_drawn(caplog: pytest.LogCap
     async with cluster(2, options=options) as (worker0, _):
         async for _ in worker0.stream("worker1", count):
             pass
+        await worker0.call("worker0", make_queue)
+        getting = asyncio.ensure_future(worker0.queue("jobs", owner="worker0").get())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(getting, 1.0)
         assert warnings(caplog) == []
         for number in (1, 2):
             calls = [worker0.call("worker1", sleep, 2.5) for _ in range(2)]
