@@ -1,9 +1,10 @@
 """Where a process answers those who look at its workers: a socket in this user's private directory.
 
-One thread of the process takes one question after the other, also while the loops of its workers stand still. It reads
-and changes nothing. Who may open the directory, this user and root, may look; it could read the memory of the process
-as well. `reader` is the other end. The socket is ``look-PID-NAMES-STACKS.sock``, with the numbers of two descriptors of
-the process, files in memory that end with it:
+Threads of the process answer questions, also while the loops of its workers stand still: one for each question, so that
+one that comes or is taken slowly, as by a stopped process, holds up no other. They read and change nothing. Who may
+open the directory, this user and root, may look; it could read the memory of the process as well. `reader` is the other
+end. The socket is ``look-PID-NAMES-STACKS.sock``, with the numbers of two descriptors of the process, files in memory
+that end with it:
 
 - NAMES: the names of the workers, as JSON, for when the process does not answer;
 - STACKS: where `faulthandler` writes the stacks of all threads when the process gets `SIGNAL`, also while a thread
@@ -12,6 +13,8 @@ the process, files in memory that end with it:
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import faulthandler
 import os
@@ -19,6 +22,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,16 +37,36 @@ from ..threads import daemon
 from ..transport import sockets
 from .asked import ask
 from .making import report_of
-from .report import LONGEST_QUESTION, Answer, Look, LookAround, Question, Refused, Reports, Stacks, Text
+from .recorder import record_group
+from .report import (
+    LONGEST_QUESTION,
+    Answer,
+    Look,
+    LookAround,
+    Question,
+    Record,
+    Recorded,
+    Refused,
+    Reports,
+    Stacks,
+    Text,
+)
 from .stacks import all_stacks
+from .stalls import StallWatch
 
 _NAME = "endpoint"
 #: Of the real-time signals, which no system service and few programs use, the last but one.
 SIGNAL = int(signal.SIGRTMAX) - 1
-#: Seconds for a question to come and for its answer to be taken.
+#: Seconds for a question to come, and for its answer to be taken.
 _PATIENCE = 2.0
-#: Questions that wait for other members are answered in threads of their own, so many at a time.
-_MOST_WAITING = 8
+#: So many questions are answered at a time; further ones wait.
+_MOST_AT_ONCE = 32
+_BACKLOG = 64
+_PAUSE = 0.1
+#: Seconds of a recording at most, and for it to begin and to be fetched.
+MOST_SECONDS, _TO_FETCH = 600.0, 60.0
+#: Of these so many may wait for other members.
+_MOST_ASKING = 8
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
 
@@ -53,6 +77,7 @@ class Visibility:
     def __init__(self) -> None:
         self._node: Node | None = None
         self._endpoint: Endpoint | None = None
+        self._stalls: StallWatch | None = None
 
     def open(self, stop: threading.Event) -> None:
         """There is nothing to look at yet."""
@@ -63,9 +88,14 @@ class Visibility:
             endpoint = self._endpoint = registry.servers.setdefault(_NAME, Endpoint())
         self._node = node
         endpoint.enter(node)
+        if node.engine.options.stall_warning:
+            self._stalls = StallWatch(node, node.engine.options.stall_warning)
+            self._stalls.start()
 
     def close(self) -> None:
         """Answer no more."""
+        if self._stalls is not None:
+            self._stalls.stop()
         node, self._node = self._node, None
         if node is not None and self._endpoint is not None:
             self._endpoint.leave(node)
@@ -87,7 +117,8 @@ class Endpoint:
         self._path: Path | None = None
         self._names: int = 0
         self._stacks: int = 0
-        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._answering = threading.Semaphore(_MOST_AT_ONCE)
+        self._asking = threading.Semaphore(_MOST_ASKING)
 
     def enter(self, node: Node) -> None:
         """A worker of this process has joined. A directory that cannot be written is logged, and ends nothing."""
@@ -131,8 +162,11 @@ class Endpoint:
                 faulthandler.register(SIGNAL, self._stacks, all_threads=True)
             self._path = directory / f"look-{os.getpid()}-{self._names}-{self._stacks}.sock"
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.bind(str(self._path))
-            self._socket.listen(64)
+            # It gets its name only when it listens: see `sockets.listen_unix`.
+            unready = self._path.with_suffix(".made")
+            self._socket.bind(str(unready))
+            self._socket.listen(_BACKLOG)
+            unready.rename(self._path)
         except OSError:
             self._close()
             raise
@@ -148,15 +182,16 @@ class Endpoint:
     def _close(self) -> threading.Thread | None:
         """Returns the thread, which ends now, and closes the socket."""
         thread = self._thread
-        if self._socket is not None and thread is None:
-            self._socket.close()
-        elif self._socket is not None:
+        listening, self._socket = self._socket, None
+        if listening is not None and thread is None:
+            listening.close()
+        elif listening is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         self._close_files()
-        self._socket, self._thread, self._path = None, None, None
+        self._thread, self._path = None, None
         return thread
 
     def _close_files(self) -> None:
@@ -174,64 +209,99 @@ class Endpoint:
             while True:
                 try:
                     connection, _ = listening.accept()
-                except OSError:  # it was shut down
-                    return
+                except OSError:  # it was shut down, or the process has too many files open
+                    if self._socket is not listening:
+                        return
+                    time.sleep(_PAUSE)
+                    continue
+                self._answering.acquire()
                 try:
-                    connection.settimeout(_PATIENCE)
-                    self._take(connection)
-                except Exception as error:
+                    daemon(self._take, connection, name="aiorpc-endpoint-answers").start()
+                except RuntimeError:  # no thread can be started
+                    self._answering.release()
                     connection.close()
-                    foreign.log_error(logger, 10, error, "a question from outside could not be answered")
 
     def _take(self, connection: socket.socket) -> None:
-        """Answer one question, here or in a thread of its own."""
-        question = receive_question(connection)
-        if isinstance(question, Look):
-            _answer(connection, lambda: Reports([report_of(each) for each in self._nodes]))
-        elif isinstance(question, Stacks) and not question.member:
-            _answer(connection, lambda: Text(all_stacks(self._nodes)))
-        elif self._waiting.acquire(blocking=False):
-            daemon(self._wait_for, connection, question, name="aiorpc-endpoint-asks").start()
-        else:
-            _answer(connection, lambda: Refused(f"{_MOST_WAITING} others are asking this process; ask again later"))
-
-    def _wait_for(self, connection: socket.socket, question: LookAround | Stacks) -> None:
+        """Answer one question."""
         try:
-            _answer(connection, lambda: self._ask(question))
+            with connection:
+                question = receive_question(connection)
+                if isinstance(question, Look):
+                    _answer(connection, lambda: Reports([report_of(each) for each in self._nodes]))
+                elif isinstance(question, Stacks) and not question.member:
+                    _answer(connection, lambda: Text(all_stacks(self._nodes)))
+                elif self._asking.acquire(blocking=False):
+                    try:
+                        _answer(connection, lambda: self._ask(question, connection))
+                    finally:
+                        self._asking.release()
+                else:
+                    _answer(connection, lambda: Refused(f"{_MOST_ASKING} others ask this process; ask again later"))
+        except (OSError, ValueError, msgspec.DecodeError):  # who asks has gone, or is none of ours
+            pass
+        except Exception as error:
+            foreign.log_error(logger, 10, error, "a question from outside could not be answered")
         finally:
-            self._waiting.release()
+            self._answering.release()
 
-    def _ask(self, question: LookAround | Stacks) -> Answer:
+    def _ask(self, question: LookAround | Stacks | Record, connection: socket.socket) -> Answer:
         node = next((each for each in self._nodes if each.engine.name == question.worker), None)
         if node is None:
             return Refused(f"this process has no worker {question.worker!r}")
-        return ask(node, question)
+        return record(node, question, connection) if isinstance(question, Record) else ask(node, question)
+
+
+def record(node: Node, question: Record, connection: socket.socket) -> Answer:
+    """Let a worker record its group, until its time is over or the other end of the connection has closed."""
+    if not 0 < question.seconds <= MOST_SECONDS:
+        return Refused(f"a recording takes more than 0 and {MOST_SECONDS:g} s at most, not {question.seconds}")
+    until = time.monotonic() + question.seconds + _TO_FETCH
+    work = record_group(node, question.seconds, profile=question.profile)
+    recording = asyncio.run_coroutine_threadsafe(work, node.engine.loop)
+    try:
+        while not recording.done():
+            concurrent.futures.wait((recording,), _PAUSE)
+            if _is_closed(connection):
+                raise ConnectionResetError("nobody waits for the recording")
+            if time.monotonic() > until:
+                return Refused(f"worker {question.worker!r} does not come to it: its loop stands still")
+        return Recorded(recording.result())
+    finally:
+        recording.cancel()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        return not connection.recv(1, socket.MSG_PEEK)
+    return False
 
 
 def receive_question(connection: socket.socket) -> Question:
     """Read a question. OSError if it does not come, ValueError if it is none."""
-    head = _receive(connection, 4)
-    size: int = struct.unpack("!I", head)[0]
+    until = time.monotonic() + _PATIENCE
+    size: int = struct.unpack("!I", _receive(connection, 4, until))[0]
     if size > LONGEST_QUESTION:
         raise ValueError(f"a question of {size} bytes")
-    return _QUESTIONS.decode(_receive(connection, size))
+    return _QUESTIONS.decode(_receive(connection, size, until))
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
     data = b""
     while len(data) < size:
+        connection.settimeout(max(0.001, until - time.monotonic()))
         more = connection.recv(size - len(data))
         if not more:
-            raise ConnectionResetError("no whole question has come")
+            raise ConnectionResetError("the question is not complete")
         data += more
     return data
 
 
 def _answer(connection: socket.socket, make: Callable[[], Answer]) -> None:
-    with connection:
-        try:
-            answer = make()
-        except (RpcError, WorkerClosed) as error:
-            answer = Refused(foreign.said(error))
-        data = msgspec.msgpack.encode(answer)
-        connection.sendall(struct.pack("!I", len(data)) + data)
+    try:
+        answer = make()
+    except (RpcError, WorkerClosed) as error:
+        answer = Refused(foreign.said(error))
+    data = msgspec.msgpack.encode(answer)
+    connection.settimeout(_PATIENCE)  # for all of it
+    connection.sendall(struct.pack("!I", len(data)) + data)

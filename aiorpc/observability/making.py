@@ -11,6 +11,7 @@ from dataclasses import fields
 
 from .. import _version
 from ..protocol.identity import WorkerRecord, legible
+from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
@@ -29,7 +30,7 @@ from .report import (
     SeenSubscription,
     WorkerReport,
 )
-from .stacks import stack_of_call, stack_of_thread
+from .stacks import stack_of_call, stack_of_step, stands_at_lock
 
 #: The oldest so many calls of each side are in a report, and so many members.
 _MOST = 1000
@@ -43,7 +44,7 @@ def report_of(node: Node) -> WorkerReport:
         name=engine.name,
         id=engine.id,
         role=engine.record.role,
-        mark=_mark(engine.record),
+        mark=mark_of(engine.record),
         init_method=node.worker.init_method,
         dynamic=node.rendezvous.dynamic,
         state=engine.lifetime.state.value,
@@ -89,7 +90,7 @@ def _numbers(statistics: Statistics) -> dict[str, float]:
 def _loop(node: Node) -> SeenLoop:
     monitor = node.monitor
     silent = monitor.silent()
-    stands = stack_of_thread(node.engine.thread) if silent else []
+    stands = stack_of_step(node.engine.thread) if silent else []
     return SeenLoop(silent, monitor.lag_mean, monitor.lag_max, stands)
 
 
@@ -98,8 +99,11 @@ def _loop(node: Node) -> SeenLoop:
 
 def _members(node: Node) -> list[SeenMember]:
     found = {node.engine.name: _member(node.engine.record, "itself")}
+    lost = node.group.lost
     for peer in node.peers.all():
-        if peer.record is not None and peer.name not in found:
+        if peer.record is None or (peer.state is PeerState.GONE and peer.record.id not in lost):
+            continue  # it has left
+        if peer.name not in found:
             found[peer.name] = _member(peer.record, peer.state.value)
         if peer.name in found and peer.connection is not None:
             _add_traffic(found[peer.name], peer)
@@ -107,16 +111,19 @@ def _members(node: Node) -> list[SeenMember]:
         member = found.get(service.record.name)
         if member is not None:
             _add_traffic(member, service.link)
-    for info in list(node.group.lost.values()):
-        found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
+    for info in list(lost.values()):
+        known = found.setdefault(info.name, SeenMember(info.name, info.id))
+        if known.id == info.id:  # and not another one in its place
+            known.state = "lost"
     return list(found.values())[:_MOST]
 
 
 def _member(record: WorkerRecord, state: str) -> SeenMember:
-    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, _mark(record))
+    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, mark_of(record))
 
 
-def _mark(record: WorkerRecord) -> str:
+def mark_of(record: WorkerRecord) -> str:
+    """Of this life of a worker, as in reports."""
     return record.incarnation[:12]
 
 
@@ -125,7 +132,7 @@ def _add_traffic(member: SeenMember, end: Peer | object) -> None:
     if connection is not None:
         member.sent += connection.bytes_sent
         member.received += connection.bytes_received
-        member.unsent += connection.unsent
+        member.unsent += connection.queue.size
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -187,6 +194,7 @@ def _served_call(node: Node, call: ServedCall, now: float) -> SeenCall:
         now - call.started,
         None if call.deadline is None else call.deadline - now,
         stands_at=stack_of_call(call) if call.begun else [],
+        at_lock=call.begun and stands_at_lock(call),
         part_of=("batch", call.batch) if call.batch else None,
         own=call.system,
     )
@@ -202,7 +210,13 @@ def _oldest(calls: list[SeenCall]) -> list[SeenCall]:
 
 def _queue(name: str, queue: ServedQueue) -> SeenQueue:
     return SeenQueue(
-        name, len(queue._items), queue.maxsize, len(queue._getters), len(queue._putters), queue._unfinished
+        name,
+        len(queue._items),
+        queue.maxsize,
+        len(queue._getters),
+        len(queue._putters),
+        queue._unfinished,
+        time.monotonic() - queue._untaken if queue._items else 0.0,
     )
 
 
@@ -213,7 +227,12 @@ def _published(node: Node, now: float) -> list[SeenName]:
             publisher.newest,
             now - publisher.put_at,
             [
-                SeenReader(each.record.name, each.have, publisher.newest - each.have)
+                SeenReader(
+                    each.record.name,
+                    each.have,
+                    publisher.newest - each.have,
+                    now - each.lacking if each.lacking else 0.0,
+                )
                 for each in list(publisher.subscribers.values())
             ],
         )
