@@ -17,6 +17,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -41,11 +42,11 @@ from .recorder import record_group
 from .report import (
     LONGEST_QUESTION,
     Answer,
+    GroupTrace,
     Look,
     LookAround,
     Question,
-    Record,
-    Recorded,
+    RecordGroup,
     Refused,
     Reports,
     Stacks,
@@ -159,6 +160,7 @@ class Endpoint:
             self._names = os.memfd_create("aiorpc-names")
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
                 self._stacks = os.memfd_create("aiorpc-stacks")
+                fcntl.fcntl(self._stacks, fcntl.F_SETFL, os.O_APPEND)  # `outside.dump` empties it
                 faulthandler.register(SIGNAL, self._stacks, all_threads=True)
             self._path = directory / f"look-{os.getpid()}-{self._names}-{self._stacks}.sock"
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -244,14 +246,14 @@ class Endpoint:
         finally:
             self._answering.release()
 
-    def _ask(self, question: LookAround | Stacks | Record, connection: socket.socket) -> Answer:
+    def _ask(self, question: LookAround | Stacks | RecordGroup, connection: socket.socket) -> Answer:
         node = next((each for each in self._nodes if each.engine.name == question.worker), None)
         if node is None:
             return Refused(f"this process has no worker {question.worker!r}")
-        return record(node, question, connection) if isinstance(question, Record) else ask(node, question)
+        return record(node, question, connection) if isinstance(question, RecordGroup) else ask(node, question)
 
 
-def record(node: Node, question: Record, connection: socket.socket) -> Answer:
+def record(node: Node, question: RecordGroup, connection: socket.socket) -> Answer:
     """Let a worker record its group, until its time is over or the other end of the connection has closed."""
     if not 0 < question.seconds <= MOST_SECONDS:
         return Refused(f"a recording takes more than 0 and {MOST_SECONDS:g} s at most, not {question.seconds}")
@@ -265,7 +267,7 @@ def record(node: Node, question: Record, connection: socket.socket) -> Answer:
                 raise ConnectionResetError("nobody waits for the recording")
             if time.monotonic() > until:
                 return Refused(f"worker {question.worker!r} does not come to it: its loop stands still")
-        return Recorded(recording.result())
+        return GroupTrace(recording.result())
     finally:
         recording.cancel()
 

@@ -26,11 +26,11 @@ import msgspec
 from .report import (
     LONGEST_ANSWER,
     Answer,
+    GroupTrace,
     Look,
     LookAround,
     Question,
-    Record,
-    Recorded,
+    RecordGroup,
     Refused,
     Reports,
     Stacks,
@@ -338,8 +338,8 @@ def record(name: str | None, seconds: float, *, profile: bool = False) -> bytes:
     if not recorders:
         raise CannotLook(f"no member of the group of {', '.join(group.names)} answers here")
     process, worker = recorders[0]
-    answer = ask(process, Record(worker, seconds, profile), seconds + _TO_FETCH)
-    if not isinstance(answer, Recorded):
+    answer = ask(process, RecordGroup(worker, seconds, profile), seconds + _TO_FETCH)
+    if not isinstance(answer, GroupTrace):
         raise CannotLook(f"worker {worker!r} cannot record: {answer.why if isinstance(answer, Refused) else answer}")
     return answer.trace
 

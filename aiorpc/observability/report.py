@@ -187,7 +187,7 @@ class Stacks(msgspec.Struct, tag="stacks"):
     patience: float = 2.0
 
 
-class Record(msgspec.Struct, tag="record"):
+class RecordGroup(msgspec.Struct, tag="record"):
     """Let the worker `worker` record its group for so many seconds. It ends early if the asking end closes."""
 
     worker: str
@@ -204,7 +204,7 @@ class Text(msgspec.Struct, tag="text"):
     text: str = ""
 
 
-class Recorded(msgspec.Struct, tag="recorded"):
+class GroupTrace(msgspec.Struct, tag="trace"):
     """trace: Chrome's JSON."""
 
     trace: bytes = b""
@@ -216,7 +216,7 @@ class Refused(msgspec.Struct, tag="refused"):
     why: str = ""
 
 
-Question = Look | LookAround | Stacks | Record
-Answer = Reports | Text | Recorded | Refused
+Question = Look | LookAround | Stacks | RecordGroup
+Answer = Reports | Text | GroupTrace | Refused
 #: Bytes of one question at most, and of one answer.
 LONGEST_QUESTION, LONGEST_ANSWER = 64 * 1024, 256 * 1024 * 1024

@@ -46,11 +46,11 @@ async def with_member_elsewhere(
 
     options: of w1.
     """
-    monkeypatch.setenv("AIORPC_SECRET", SECRET)
     with processes() as children, meeting_file() as init_method:
         first, other = places(2, init_method)
         env = {"TMPDIR": str(folder), "AIORPC_SECRET": SECRET}
         children.start(other, serve, options, env=env)
+        monkeypatch.setenv("AIORPC_SECRET", SECRET)  # not before: the server of forks would have it, and keep it
         async with rpc.init("w0", rank=0, world_size=2, init_method=first.init_method):
             yield children
         await asyncio.to_thread(children.check_ended)
@@ -106,11 +106,12 @@ async def test_a_long_tmpdir_is_not_where_workers_meet(tmp_path: Path, monkeypat
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[Process]:
     """A process of this host, this one, whose endpoint gives that answer and goes away."""
-    base = sockets.private_directory() / f"look-{os.getpid()}"
+    names = os.memfd_create("aiorpc-names")
+    os.write(names, b'["w"]')
+    path = sockets.private_directory() / f"look-{os.getpid()}-{names}-0.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        listening.bind(str(base.with_suffix(".sock")))
+        listening.bind(str(path))
         listening.listen()
-        base.with_suffix(".json").write_bytes(b'[{"name": "w"}]')
 
         def serve_one() -> None:
             connection, _ = listening.accept()
@@ -124,8 +125,8 @@ def answering(answer: bytes) -> Iterator[Process]:
             yield reader.processes()[0]
         finally:
             thread.join()
-            for end in (".sock", ".json"):
-                base.with_suffix(end).unlink()
+            path.unlink()
+            os.close(names)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +149,9 @@ def test_a_process_that_dies_while_it_is_asked_is_unseen(answer: bytes, said: st
 def test_files_that_are_none_of_ours_are_passed_over() -> None:
     """Also if their names look so."""
     folder = sockets.private_directory()
-    made = {"look-x.json": b"[]", f"look-{os.getpid()}.json": b"{", "look-1.json": b"\xff"}
-    for name, content in made.items():
-        (folder / name).write_bytes(content)
+    made = ("look-x.sock", f"look-{os.getpid()}.sock", f"look-{os.getpid()}-0-0.sock", "look-999999999-3-4.sock")
+    for name in made:
+        (folder / name).touch()
     try:
         assert reader.processes() == []
     finally:
