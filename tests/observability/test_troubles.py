@@ -149,6 +149,7 @@ async def test_a_handler_that_holds_the_interpreter_lock(tool: str, tmp_path: Pa
 async def test_a_process_that_was_stopped(tmp_path: Path) -> None:
     """Named as stopped; its stacks come from py-spy alone, and are not available without it."""
     async with members(2) as children:
+        await until(lambda: len(reader.processes()) == 2)
         await children["w1"].stop()
         try:
             ran, found = await found_alone()
