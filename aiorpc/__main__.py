@@ -13,8 +13,10 @@ from types import ModuleType
 #: of the command that is run is imported: some need torch, whose import takes a second.
 COMMANDS = {
     "certificates": "make an authority and certificates of workers, for a test bed",
+    "dashboard": "serve a page that shows the groups of this user on this host",
     "ps": "list the groups and workers of this user on this host",
     "store": "serve a store where workers meet, which outlives all of them",
+    "top": "show the workers of a group, their calls and their traffic, live in the terminal",
 }
 
 

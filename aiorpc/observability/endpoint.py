@@ -34,6 +34,7 @@ from ..threads import daemon
 from ..transport import sockets
 from .asked import ask
 from .making import report_of
+from .memo import memo
 from .report import LONGEST_QUESTION, Answer, Look, LookAround, Question, Refused, Reports, Stacks, Text
 from .stacks import all_stacks
 
@@ -110,6 +111,7 @@ class Endpoint:
         self._files = [base.with_suffix(end) for end in (".sock", ".json", ".stacks")]
         for path in self._files:  # of an earlier process with this number
             path.unlink(missing_ok=True)
+        memo().open()
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             made.bind(str(self._files[0]))
@@ -140,6 +142,7 @@ class Endpoint:
         if self._stacks is not None:
             faulthandler.unregister(SIGNAL)
             self._stacks.close()
+        memo().close()
         for path in self._files:
             path.unlink(missing_ok=True)
         thread = self._thread
@@ -166,7 +169,7 @@ class Endpoint:
         """Answer one question, here or in a thread of its own."""
         question = receive_question(connection)
         if isinstance(question, Look):
-            _answer(connection, lambda: Reports([report_of(each) for each in self._nodes]))
+            _answer(connection, lambda: _reports(self._nodes, question))
         elif isinstance(question, Stacks) and not question.member:
             _answer(connection, lambda: Text(all_stacks(self._nodes)))
         elif self._waiting.acquire(blocking=False):
@@ -185,6 +188,10 @@ class Endpoint:
         if node is None:
             return Refused(f"this process has no worker {question.worker!r}")
         return ask(node, question)
+
+
+def _reports(nodes: list[Node], question: Look) -> Reports:
+    return Reports([report_of(each, tally=question.tally, log=question.log) for each in nodes])
 
 
 def receive_question(connection: socket.socket) -> Question:

@@ -10,14 +10,19 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from .. import _version
+from ..channels import Traffic
+from ..channels.inline import Inline
 from ..protocol.identity import WorkerRecord, legible
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.current import ServedCall
+from ..runtime.engine.tally import BOUNDS
 from ..runtime.node import Node
 from ..runtime.statistics import Statistics, collect
 from ..sites import describe_site
+from .counting import counted
+from .memo import memo
 from .report import (
     SeenCall,
     SeenEvent,
@@ -35,8 +40,8 @@ from .stacks import stack_of_call, stack_of_thread
 _MOST = 1000
 
 
-def report_of(node: Node) -> WorkerReport:
-    """What one sees of that worker now."""
+def report_of(node: Node, *, tally: bool = False, log: bool = False) -> WorkerReport:
+    """What one sees of that worker now. tally, log: as of `Look`."""
     engine, now = node.engine, time.monotonic()
     statistics = collect(node)
     return WorkerReport(
@@ -52,6 +57,7 @@ def report_of(node: Node) -> WorkerReport:
         version=_version.__version__,
         made=time.time(),
         uptime=now - engine.began,
+        memory=_memory(),
         statistics=_numbers(statistics),
         traffic={
             f"{name}.{each.name}": getattr(traffic, each.name)
@@ -77,7 +83,18 @@ def report_of(node: Node) -> WorkerReport:
             SeenEvent(when, type(event).__name__, event.worker.name, str(getattr(event, "cause", "")))
             for when, event in list(node.events.recent)
         ],
+        tally=counted(engine) if tally else [],
+        bounds=list(BOUNDS) if tally else [],
+        log=memo().lines() if log else [],
     )
+
+
+def _memory() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
 
 
 def _numbers(statistics: Statistics) -> dict[str, float]:
@@ -106,6 +123,9 @@ def _members(node: Node) -> list[SeenMember]:
         member = found.get(service.record.name)
         if member is not None:
             _add_traffic(member, service.link)
+    for link in list(node.links.all()):
+        if link.record.name in found:
+            _add_apart(found[link.record.name], link.distribution.traffic())
     for info in list(node.group.lost.values()):
         found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
     return list(found.values())[:_MOST]
@@ -125,6 +145,13 @@ def _add_traffic(member: SeenMember, end: Peer | object) -> None:
         member.sent += connection.bytes_sent
         member.received += connection.bytes_received
         member.unsent += connection.unsent
+
+
+def _add_apart(member: SeenMember, moved: dict[str, Traffic]) -> None:
+    for name, traffic in moved.items():
+        if name != Inline.name:  # which is among the bytes of the connection
+            member.apart_sent += traffic.bytes_sent
+            member.apart_received += traffic.bytes_received
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ class PendingCalls:
             self._counters.made_ended[outcome] += 1
             if now:
                 self._counters.latencies[int((now - call.started) * 1e6).bit_length()] += 1
+            tally = self._engine.tally
+            if tally is not None:
+                now = now or time.monotonic()
+                tally.made.add(call.entry.name, outcome, now - call.started)
+                if tally.pairs is not None:
+                    tally.pairs.add("made", call.entry.name, self._peer.name, outcome, call.started, now)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return call

@@ -30,6 +30,7 @@ from .observing import Observer
 from .pool import NoThread, ThreadPool
 from .shares import Shares, threads_in_all
 from .steps import Steps
+from .tally import Tally
 from .tasks import Tasks
 
 
@@ -57,8 +58,8 @@ class Engine:
     could take a waiting task. waits: of its program and its handlers, beside calls. poll: keeps the loop awake for a
     moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
     each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
-    each step of each call; replaced in the same way. numbers: of group calls, calls with retries and batches. began:
-    ``time.monotonic()`` seconds.
+    each step of each call; replaced in the same way. tally: what metrics count; None without them. numbers: of group
+    calls, calls with retries and batches. began: ``time.monotonic()`` seconds.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Engine:
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links call them in this order
         self.call_observers: CallObservers = ()
+        self.tally: Tally | None = None
         self.observing: AbstractContextManager[Any] = Lock()  # held while that tuple is replaced
         self.numbers: itertools.count[int] = itertools.count(1)
         # On one core busy polling would delay the other end.
