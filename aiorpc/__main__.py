@@ -14,9 +14,12 @@ from types import ModuleType
 COMMANDS = {
     "certificates": "make an authority and certificates of workers, for a test bed",
     "dashboard": "serve a page that shows the groups of this user on this host",
+    "diagnose": "say what is wrong with a group",
     "ps": "list the groups and workers of this user on this host",
+    "stacks": "print the stacks of all threads and tasks of a worker",
     "store": "serve a store where workers meet, which outlives all of them",
     "top": "show the workers of a group, their calls and their traffic, live in the terminal",
+    "wait-graph": "draw who waits for whom in a group",
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from .. import foreign
-from ..errors import RpcError
+from ..errors import RpcError, RpcTimeout
 from ..futures import Future
 from ..runtime.calls.functions import inline, system
 from ..runtime.node import Node, registry, serving
@@ -57,7 +57,8 @@ def ask(node: Node, question: LookAround | Stacks) -> Answer:
             data = call.wait(max(0.0, until - time.monotonic()))
             answer.reports.append(msgspec.msgpack.decode(data, type=WorkerReport))
         except (RpcError, msgspec.DecodeError, TypeError) as error:
-            answer.unseen.append(Unseen(name, why=foreign.said(error)))
+            how = "silent" if isinstance(error, RpcTimeout) else ""
+            answer.unseen.append(Unseen(name, why=foreign.said(error), how=how))
     return answer
 
 

@@ -121,7 +121,7 @@ class Endpoint:
             raise
         self._socket = made
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            self._stacks = open(self._files[2], "w", encoding="utf-8")  # noqa: SIM115  # closed with the endpoint
+            self._stacks = open(self._files[2], "a", encoding="utf-8")  # noqa: SIM115  # closed with the endpoint
             faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._thread = daemon(self._serve, made, name="aiorpc-endpoint")
         self._thread.start()

@@ -34,7 +34,7 @@ from .report import (
     SeenSubscription,
     WorkerReport,
 )
-from .stacks import stack_of_call, stack_of_thread
+from .stacks import stack_of_call, stack_of_thread, stands_at_lock
 
 #: The oldest so many calls of each side are in a report, and so many members.
 _MOST = 1000
@@ -213,6 +213,7 @@ def _served_call(node: Node, call: ServedCall, now: float) -> SeenCall:
         now - call.started,
         None if call.deadline is None else call.deadline - now,
         stands_at=stack_of_call(call) if call.begun else [],
+        at_lock=call.begun and stands_at_lock(call),
         part_of=("batch", call.batch) if call.batch else None,
         own=call.system,
     )
@@ -228,7 +229,13 @@ def _oldest(calls: list[SeenCall]) -> list[SeenCall]:
 
 def _queue(name: str, queue: ServedQueue) -> SeenQueue:
     return SeenQueue(
-        name, len(queue._items), queue.maxsize, len(queue._getters), len(queue._putters), queue._unfinished
+        name,
+        len(queue._items),
+        queue.maxsize,
+        len(queue._getters),
+        len(queue._putters),
+        queue._unfinished,
+        time.monotonic() - queue._untaken if queue._items else 0.0,
     )
 
 
@@ -239,7 +246,12 @@ def _published(node: Node, now: float) -> list[SeenName]:
             publisher.newest,
             now - publisher.written,
             [
-                SeenReader(each.record.name, each.have, publisher.newest - each.have)
+                SeenReader(
+                    each.record.name,
+                    each.have,
+                    publisher.newest - each.have,
+                    now - each.lacking if each.lacking else 0.0,
+                )
                 for each in list(publisher.subscribers.values())
             ],
         )

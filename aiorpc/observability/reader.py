@@ -43,12 +43,19 @@ FAR_PATIENCE = 2.0
 #: As in `endpoint`, which cannot be imported without torch.
 SIGNAL = int(signal.SIGRTMAX) - 1
 
+#: Seconds between the looks at a group by which troubles are found.
+PAUSES = (0.3, 0.7)
+
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 A = TypeVar("A")
 
 
 class CannotLook(Exception):
-    """There is nothing to look at, or it does not answer. Its text is for the user."""
+    """There is nothing to look at, or it does not answer. Its text is for the user. how: as in `Unseen`."""
+
+    def __init__(self, text: str, how: str = "") -> None:
+        super().__init__(text)
+        self.how = how
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def ask(process: Process, question: Question, patience: float = PATIENCE) -> Ans
     stands = process.how_it_stands
     if stands:
         by = ", by SIGSTOP or a debugger" if stands == "stopped" else ""
-        raise CannotLook(f"process {process.pid} is {stands}{by}")
+        raise CannotLook(f"process {process.pid} is {stands}{by}", stands)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(patience)
@@ -139,7 +146,8 @@ def ask(process: Process, question: Question, patience: float = PATIENCE) -> Ans
     except TimeoutError:
         raise CannotLook(
             f"process {process.pid} has not answered within {patience:g} s: a thread of it holds the interpreter lock, "
-            "or it gets no processor"
+            "or it gets no processor",
+            "silent",
         ) from None
     except (OSError, msgspec.DecodeError, struct.error) as error:
         raise CannotLook(f"process {process.pid} cannot be asked: {error}") from None
@@ -170,7 +178,7 @@ def _look(process: Process, question: Look) -> Reports:
         answer = ask(process, question)
     except CannotLook as error:
         here = socket.gethostname()
-        return Reports(unseen=[Unseen(name, process.pid, here, why=str(error)) for name in process.names])
+        return Reports(unseen=[Unseen(name, process.pid, here, str(error), error.how) for name in process.names])
     if isinstance(answer, Reports):
         return answer
     return Reports(unseen=[Unseen(name, process.pid, why=str(answer)) for name in process.names])
@@ -253,9 +261,10 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
     if not members:
         return
     wanted = list(members)
-    for report in group.reports:
+    refused: dict[str, Unseen] = {}
+    for report in list(group.reports):
         process = processes.get(report.pid)
-        if process is None:
+        if process is None or not wanted:
             continue
         around = LookAround(report.name, wanted, FAR_PATIENCE, question.tally, question.log)
         try:
@@ -264,12 +273,13 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
             continue
         if isinstance(answer, Reports):
             group.reports.extend(answer.reports)
-            for each in answer.unseen:
-                each.hostname, each.pid = members[each.name].hostname, members[each.name].pid
-                group.unseen.append(each)
-            return
-    for name in wanted:
-        group.unseen.append(Unseen(name, members[name].pid, members[name].hostname, why="no member here can ask it"))
+            refused |= {each.name: each for each in answer.unseen}
+            # Another member may have the right to ask; one that does not answer would answer no other member.
+            wanted = [each.name for each in answer.unseen if not each.how]
+    for name in [each for each in members if each not in group.names]:
+        unseen = refused.get(name) or Unseen(name, why="no member here can ask it")
+        unseen.hostname, unseen.pid = members[name].hostname, members[name].pid
+        group.unseen.append(unseen)
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
@@ -278,63 +288,46 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
 def stacks(name: str) -> str:
     """The stacks of all threads and tasks of the process of a worker, of a member elsewhere through a member here.
 
-    The process itself answers, or the handler of `SIGNAL`, also while a thread holds the interpreter lock. Raises
-    CannotLook if neither does.
+    CannotLook if there is no such worker, or nobody answers; `how` of it is "silent" or "stopped" for a process of this
+    host, whose threads `outside` can look at.
     """
     group = group_of(name)
-    process = next((each for each in processes() if name in each.names), None)
-    if process is None:
-        return _far_stacks(group, name)
-    try:
-        answer = ask(process, Stacks())
-    except CannotLook as error:
-        dumped = dump(process)
-        if not dumped:
-            raise
-        return f"{error}; the stacks of its threads, by faulthandler, innermost line first:\n\n{dumped}"
-    if not isinstance(answer, Text):
-        raise CannotLook(str(answer))
-    return answer.text
+    process = process_of(name, group)
+    answer = _ask_far(group, name) if process is None else ask(process, Stacks())
+    if isinstance(answer, Text):
+        return answer.text
+    raise CannotLook(answer.why if isinstance(answer, Refused) else f"it answers a {type(answer).__name__}")
 
 
-def _far_stacks(group: SeenGroup, name: str) -> str:
+def process_of(name: str, group: SeenGroup) -> Process | None:
+    """The process of this host with that member; None for a member elsewhere."""
+    pids = {each.pid for each in group.reports if each.name == name}
+    pids |= {each.pid for each in group.unseen if each.name == name}
+    return next((each for each in processes() if each.pid in pids and name in each.names), None)
+
+
+def _ask_far(group: SeenGroup, name: str) -> Answer:
+    pids = {each.pid: each.name for each in group.reports}
+    why = f"no member here can ask worker {name!r}"
     for process in processes():
-        for own in process.names:
-            if own in group.names:
-                answer = ask(process, Stacks(own, name, FAR_PATIENCE), 2 * FAR_PATIENCE)
-                if isinstance(answer, Text):
-                    return answer.text
-                why = answer.why if isinstance(answer, Refused) else str(answer)
-                raise CannotLook(f"worker {own!r} cannot get the stacks of worker {name!r}: {why}")
-    raise CannotLook(f"no member here can ask worker {name!r}")
+        if process.pid not in pids:
+            continue
+        try:
+            answer = ask(process, Stacks(pids[process.pid], name, FAR_PATIENCE), 2 * FAR_PATIENCE)
+        except CannotLook as error:
+            why = str(error)
+            continue
+        if isinstance(answer, Text):
+            return answer
+        own = pids[process.pid]
+        why = f"worker {own!r} cannot get the stacks of worker {name!r}: {getattr(answer, 'why', answer)}"
+    return Refused(why)
 
 
-def dump(process: Process, patience: float = PATIENCE) -> str:
-    """What `faulthandler` of that process writes of its threads; empty if the process does not take `SIGNAL`.
-
-    The signal is sent only to a process that handles it: its default action would end the process.
-    """
-    path = process.base.with_suffix(".stacks")
-    if process.how_it_stands or not path.exists() or not _handles(process.pid, SIGNAL):
-        return ""
-    before = path.stat().st_size
-    os.kill(process.pid, SIGNAL)
-    until, size = time.monotonic() + patience, before
-    while time.monotonic() < until:
-        time.sleep(0.02)
-        now = path.stat().st_size
-        if now > before and now == size:
-            break
-        size = now
-    with path.open("rb") as file:
-        file.seek(before)
-        return file.read().decode(errors="replace")
-
-
-def _handles(pid: int, number: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
-    return bool(masks) and bool(masks[0] >> (number - 1) & 1)
+def looks(name: str | None = None, pauses: Sequence[float] = PAUSES) -> list[SeenGroup]:
+    """A group at several moments: some troubles are seen by what has not changed. CannotLook as `group_of`."""
+    found = [group_of(name)]
+    for pause in pauses:
+        time.sleep(pause)
+        found.append(group_of(name))
+    return found

@@ -22,7 +22,8 @@ class SeenCall(msgspec.Struct, omit_defaults=True):
     "running". since: how long it has been under way. left: seconds until its deadline; None for no limit. made_at: the
     line of the program that made it. stands_at: the line at which its handler stands now, and its callers, innermost
     first. parent: of a call made by a handler, the caller and the number of the call that this handler serves. part_of:
-    as in `aiorpc.events.CallEvent`. own: whether the runtime makes it.
+    as in `aiorpc.events.CallEvent`. own: whether the runtime makes it. at_lock: whether its handler stands at a lock or
+    a semaphore that it does not get.
     """
 
     side: Side = "made"
@@ -39,6 +40,7 @@ class SeenCall(msgspec.Struct, omit_defaults=True):
     parent: tuple[str, int] | None = None
     part_of: tuple[str, int | str] | None = None
     own: bool = False
+    at_lock: bool = False
 
 
 class SeenMember(msgspec.Struct, omit_defaults=True):
@@ -78,7 +80,8 @@ class SeenFunction(msgspec.Struct, omit_defaults=True):
 
 
 class SeenQueue(msgspec.Struct, omit_defaults=True):
-    """A queue that the worker owns. getters, putters: calls that wait. unfinished: items without `task_done`."""
+    """A queue that the worker owns. getters, putters: calls that wait. unfinished: items without `task_done`. untaken:
+    since when there are items of which none was taken; 0.0 for an empty queue."""
 
     name: str = ""
     length: int = 0
@@ -86,14 +89,17 @@ class SeenQueue(msgspec.Struct, omit_defaults=True):
     getters: int = 0
     putters: int = 0
     unfinished: int = 0
+    untaken: float = 0.0
 
 
 class SeenReader(msgspec.Struct, omit_defaults=True):
-    """A reader of a published name. version: the newest that it has; behind: newer ones that it does not have."""
+    """A reader of a published name. version: the newest that it has; behind: newer ones that it does not have; lacking:
+    since when there are newer ones and none has come to it, 0.0 if it has the newest."""
 
     worker: str = ""
     version: int = 0
     behind: int = 0
+    lacking: float = 0.0
 
 
 class SeenName(msgspec.Struct, omit_defaults=True):
@@ -171,12 +177,16 @@ class WorkerReport(msgspec.Struct, omit_defaults=True):
 
 
 class Unseen(msgspec.Struct, omit_defaults=True):
-    """A worker of which there is no report. why: a sentence."""
+    """A worker of which there is no report. why: a sentence. how: "stopped" by a signal, "silent" if it does not
+    answer, or "" if it cannot be asked or does not permit it. stands_at: where threads of a silent process stand, if
+    that was asked."""
 
     name: str = ""
     pid: int = 0
     hostname: str = ""
     why: str = ""
+    how: str = ""
+    stands_at: list[str] = []
 
 
 # --- questions and answers at the endpoint of a process ---------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
+import opcode
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +17,10 @@ from ..runtime.calls.current import ServedCall
 from ..runtime.node import Node
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARY = os.path.dirname(threading.__file__)
+#: What stands before the lock in a `with` statement.
+_BEFORE = re.compile(r"\bwith\s.*$")
+_BEGINNING = "Thread._bootstrap_inner"
 #: Of one stack so many lines are shown, innermost first.
 _FRAMES = 12
 
@@ -36,6 +43,44 @@ def stack_of_call(call: ServedCall) -> list[str]:
     if task is not None:
         return stack_of_task(task)
     return stack_of_thread(thread) if thread else []
+
+
+def stands_at_lock(call: ServedCall) -> bool:
+    """Whether the handler of a call waits for a lock or a semaphore, of `threading` or of `asyncio`."""
+    if call.task is not None:
+        places = list(_awaited(call.task.get_coro()))
+        return bool(places) and _is_in(places[-1][0], "asyncio", "locks.py") and places[-1][0].co_name == "acquire"
+    frame = sys._current_frames().get(call.thread) if call.thread else None
+    if frame is None:
+        return False
+    within = None  # a semaphore waits in a condition, as an event does, which is no lock
+    while frame.f_back is not None and _is_in(frame.f_code, "", "threading.py"):
+        within, frame = frame.f_code, frame.f_back
+    return _takes_lock(frame) if within is None else within.co_name in ("acquire", "__enter__")
+
+
+def _is_in(code: CodeType, folder: str, name: str) -> bool:
+    """Whether that code is in a module of the standard library."""
+    return code.co_filename == os.path.join(_LIBRARY, folder, name)
+
+
+def _takes_lock(frame: FrameType) -> bool:
+    """Whether a frame stands at a `with` statement, before its block, or in a call of `acquire`.
+
+    The locks of `threading` are of C and have no frame. The source is needed, but for `with` before Python 3.14.
+    """
+    code, number = frame.f_code, frame.f_lineno
+    if opcode.opname[code.co_code[frame.f_lasti]] == "BEFORE_WITH":
+        return True
+    start = end = None
+    for index, place in enumerate(code.co_positions()):
+        if index == frame.f_lasti // 2 and place[0] == place[1] == number:
+            start, end = place[2:]
+    line = linecache.getline(code.co_filename, number).encode()
+    text, before = line[start:end].decode(errors="replace"), line[:start].decode(errors="replace")
+    if start is None or end is None:
+        return False
+    return ".acquire(" in text or (not text.endswith(")") and bool(_BEFORE.search(before)))
 
 
 def all_stacks(nodes: list[Node]) -> str:
@@ -95,7 +140,14 @@ def _awaited(coroutine: Any) -> Iterator[_Place]:
 
 
 def _lines(places: Iterator[_Place]) -> list[str]:
-    return [_line(*each) for each in places if not each[0].co_filename.startswith(_PACKAGE)][:_FRAMES]
+    return [_line(*each) for each in places if not _is_ours(each[0])][:_FRAMES]
+
+
+def _is_ours(code: CodeType) -> bool:
+    """Whether it is code of aiorpc, or what every thread begins with."""
+    return code.co_filename.startswith(_PACKAGE) or (
+        _is_in(code, "", "threading.py") and code.co_qualname in ("Thread.run", "Thread._bootstrap", _BEGINNING)
+    )
 
 
 def _every_line(places: Iterator[_Place]) -> list[str]:

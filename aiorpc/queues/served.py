@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -101,6 +102,7 @@ class ServedQueue:
         self._worker = worker
         self._most_bytes = min(TOGETHER, max_frame // 2)
         self._items: deque[Item] = deque()
+        self._untaken = 0.0  # when an item was taken last, or came into the empty queue: `time.monotonic()`
         self._getters: deque[_Waiter] = deque()
         self._putters: deque[_Waiter] = deque()
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
@@ -269,6 +271,7 @@ class ServedQueue:
     def _take(self, count: int) -> list[Item]:
         taken: list[Item] = []
         size = 0
+        self._untaken = time.monotonic()
         while self._items and len(taken) < count and size <= self._most_bytes:
             item = self._items.popleft()
             size += len(item) if type(item) is bytes else 0
@@ -282,6 +285,8 @@ class ServedQueue:
             putter.give(Put(0, True))
             return
         items = putter.items[: self._room()]
+        if not self._items:
+            self._untaken = time.monotonic()
         self._items.extend(items)
         self._unfinished += len(items)
         putter.give(Put(len(items)))

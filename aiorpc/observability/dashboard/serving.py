@@ -19,9 +19,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import reader
-from ..reader import CannotLook
-from ..report import Look
+from .. import outside, reader
+from ..reader import CannotLook, SeenGroup
+from ..report import Look, Stacks, Text
 from .watching import Watcher
 
 STATIC = Path(__file__).parent / "static"
@@ -156,13 +156,31 @@ async def worker(request: Request) -> Response:
 
 
 def _worker(name: str, pid: int) -> dict[str, object]:
-    try:
-        stacks = reader.stacks(name, pid)
-    except CannotLook as error:
-        stacks = f"{error}"
     groups = reader.groups(question=Look(log=True))
-    found = [each for group in groups for each in group.reports if each.name == name and pid in (0, each.pid)]
-    return {"name": name, "stacks": stacks, "log": found[0].log if found else []}
+    group = next((each for each in groups if _has(each, name, pid)), None)
+    if group is None:
+        return {"name": name, "stacks": f"there is no worker {name!r} here any more", "log": []}
+    log = next((report.log for report in group.reports if report.name == name), [])
+    return {"name": name, "stacks": _stacks(name, group), "log": log}
+
+
+def _has(group: SeenGroup, name: str, pid: int) -> bool:
+    return any(each.name == name and each.pid == pid for each in (*group.reports, *group.unseen))
+
+
+def _stacks(name: str, group: SeenGroup) -> str:
+    process = reader.process_of(name, group)
+    try:
+        if process is None:  # a member elsewhere
+            return reader.stacks(name)
+        answer = reader.ask(process, Stacks())
+        return answer.text if isinstance(answer, Text) else str(answer)
+    except CannotLook as error:
+        seen = outside.Outside() if process is None else outside.look(process)
+        by = (
+            f"\n\nthe stacks of its threads, by {seen.by}, innermost line first:\n\n{seen.text}" if seen.threads else ""
+        )
+        return f"{error}{by}"
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

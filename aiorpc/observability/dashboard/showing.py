@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from ..comparing import CallRate, Comparison, Flow, WorkerRate
+from ..diagnosis import Finding, findings
 from ..reader import SeenGroup
-from ..report import SeenCall, SeenMember, SeenQueue, Unseen, WorkerReport
+from ..report import SeenMember, SeenQueue, Unseen, WorkerReport
+from ..wait_graph import build, circle, place_of
 
 _MOST_CALLS, _MOST_WAITS = 60, 60
 #: A call that waits for less than so many seconds is no edge of the wait graph: it would flicker.
-_WAITS = 1.0
+_LEAST_WAIT = 1.0
 
 
 class ShownWorker(msgspec.Struct):
@@ -60,7 +62,8 @@ class ShownName(msgspec.Struct):
 
 class ShownWait(msgspec.Struct):
     """A call that one worker waits for. worker: who waits; by: the function whose handler does, empty for the program.
-    stands_at: where the handler of the call stands, as far as is known."""
+    stands_at: where the handler of the call stands, as far as is known. circle: whether it is one of those that wait
+    for each other in a circle."""
 
     worker: str
     by: str
@@ -70,10 +73,11 @@ class ShownWait(msgspec.Struct):
     state: str
     made_at: str
     stands_at: str
+    circle: bool
 
 
 class Shown(msgspec.Struct):
-    """A group at one look. title: where it meets."""
+    """A group at one look. title: where it meets. findings: what is wrong, as `diagnosis` says it."""
 
     title: str
     dynamic: bool
@@ -83,6 +87,7 @@ class Shown(msgspec.Struct):
     queues: list[ShownQueue]
     names: list[ShownName]
     waits: list[ShownWait]
+    findings: list[Finding]
 
 
 class Point(msgspec.Struct):
@@ -100,8 +105,9 @@ class Point(msgspec.Struct):
     ages: dict[str, int]
 
 
-def show(group: SeenGroup, seen: Comparison) -> Shown:
-    """What the page shows of a look."""
+def show(looks: Sequence[SeenGroup], seen: Comparison) -> Shown:
+    """What the page shows of the last of these looks. seen: its comparison with the one before."""
+    group = looks[-1]
     reports = sorted(group.reports, key=lambda report: report.id)
     first = next(iter(reports), None)
     return Shown(
@@ -112,7 +118,8 @@ def show(group: SeenGroup, seen: Comparison) -> Shown:
         calls=seen.calls[:_MOST_CALLS],
         queues=[ShownQueue(report.name, queue) for report in reports for queue in report.queues],
         names=list(_names(reports)),
-        waits=sorted(waits(group), key=lambda wait: -wait.since)[:_MOST_WAITS],
+        waits=sorted(_waits(looks[0], group), key=lambda wait: -wait.since)[:_MOST_WAITS],
+        findings=findings(looks) if len(looks) > 1 else [],
     )
 
 
@@ -176,34 +183,24 @@ def _names(reports: list[WorkerReport]) -> Iterator[ShownName]:
 # --- who waits for whom -----------------------------------------------------------------------------------------------
 
 
-def waits(group: SeenGroup) -> Iterator[ShownWait]:
+def _waits(before: SeenGroup, group: SeenGroup) -> Iterator[ShownWait]:
     """The calls that have been under way for a while, each with who waits for it."""
-    served = {
-        (report.name, call.caller, call.call_id): call
-        for report in group.reports
-        for call in report.calls
-        if call.side == "served"
-    }
-    for report in group.reports:
-        for call in report.calls:
-            at_queue = call.part_of is not None and call.part_of[0] == "queue"
-            if call.side == "made" and call.since >= _WAITS and (at_queue or not call.own):
-                yield _wait(report.name, call, served)
-
-
-def _wait(worker: str, call: SeenCall, served: Mapping[tuple[str, str, int], SeenCall]) -> ShownWait:
-    by = served.get((worker, *call.parent)) if call.parent else None
-    there = served.get((call.worker, call.caller, call.call_id))
-    function, state = call.function, call.state if there is None else there.state
-    if call.own and call.part_of is not None:
-        function, state = f"queue {call.part_of[1]}", "waits"
-    return ShownWait(
-        worker,
-        "" if by is None else by.function,
-        call.worker,
-        function,
-        call.since,
-        state,
-        call.made_at,
-        there.stands_at[0] if there is not None and there.stands_at else "",
-    )
+    graph = build(group)
+    around = {wait.target for wait in circle(before, group)}
+    for source, waits in graph.waits.items():
+        by = graph.served.get(source)
+        for wait in waits:
+            if wait.made.since < _LEAST_WAIT:
+                continue
+            there = wait.served
+            yield ShownWait(
+                source.worker,
+                "" if by is None else by.function,
+                wait.target.worker,
+                wait.made.function,
+                wait.made.since,
+                wait.why if there is None else there.state,
+                wait.made.made_at,
+                "" if there is None else place_of(there),
+                wait.target in around,
+            )

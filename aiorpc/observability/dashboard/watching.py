@@ -13,7 +13,7 @@ import msgspec
 from .. import reader
 from ..comparing import compare
 from ..reader import SeenGroup
-from ..report import Look, WorkerReport
+from ..report import Look
 from .showing import Point, Shown, point, show
 
 #: Seconds between two looks while a page is open, and while none is.
@@ -21,6 +21,8 @@ OFTEN, SELDOM = 1.0, 5.0
 #: Seconds for which curves, events and groups that have gone are kept.
 KEPT = 600.0
 _MOST_EVENTS = 500
+#: What stood still over so many looks, and the present one, may be in trouble.
+_LOOKS = 2
 #: Members tell of the same event within so many seconds of each other.
 _SAME = 5.0
 
@@ -60,13 +62,13 @@ class Message(msgspec.Struct):
 
 @dataclass
 class Watched:
-    """A group that is watched. marks: of its members. points: with the number of their look."""
+    """A group that is watched. marks: of its members. looks: the last ones. points: with the number of their look."""
 
     key: int
     marks: set[str]
     shown: Shown
     gone: float = 0.0
-    reports: dict[str, WorkerReport] = field(default_factory=dict)
+    looks: deque[SeenGroup] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     points: deque[tuple[int, Point]] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
 
@@ -117,14 +119,15 @@ class Watcher:
         for watched in self._groups:
             if watched not in living and not watched.gone:
                 watched.gone = now
-                watched.reports = {}
+                watched.looks.clear()
         self._groups = [each for each in self._groups if not each.gone or each.gone > now - KEPT]
 
     def _note_group(self, group: SeenGroup, now: float) -> Watched:
         marks = _marks(group)
         watched = next((each for each in self._groups if each.marks & marks), None)
-        seen = compare({} if watched is None else watched.reports, group)
-        shown = show(group, seen)
+        before = [] if watched is None or watched.gone else list(watched.looks)
+        seen = compare({report.mark: report for look in before[-1:] for report in look.reports}, group)
+        shown = show([*before, group], seen)
         if watched is None:
             self._keys += 1
             watched = Watched(self._keys, marks, shown)
@@ -132,7 +135,7 @@ class Watcher:
         if not group.reports and watched.shown.title:  # none answers: what is known of it stays
             shown.title, shown.dynamic = watched.shown.title, watched.shown.dynamic
         watched.shown, watched.marks, watched.gone = shown, marks, 0.0
-        watched.reports = {report.mark: report for report in group.reports}
+        watched.looks.append(group)
         if seen.seconds:
             watched.points.append((self._turn, point(now, shown, seen)))
         while watched.points and watched.points[0][1].time < now - KEPT:

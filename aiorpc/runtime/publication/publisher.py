@@ -130,7 +130,7 @@ class Publisher(VersionStore):
                 leader = self._lead(reader)
             key = (reader.id, said.subscription)
             subscriber = self.subscriber(key, reader)  # from now on it reports its versions by `arrived`
-            subscriber.have = max(subscriber.have, said.have)
+            subscriber.has(said.have, self.newest)
             self.on_has(key, subscriber)
             self.on_readers()
             return Results((write(AskLeader(self.name, leader.record.id, self.newest)), b""))
@@ -151,7 +151,7 @@ class Publisher(VersionStore):
         """A reader has a whole version that came from its leader."""
         subscriber = self.subscribers.get((reader.id, said.subscription))
         if subscriber is not None and subscriber.have < said.version <= self.newest:
-            subscriber.have = said.version
+            subscriber.has(said.version, self.newest)
             self.on_has((reader.id, said.subscription), subscriber)
             self.on_readers()
 

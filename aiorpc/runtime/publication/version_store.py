@@ -71,15 +71,23 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class Subscriber:
-    """One subscription to the name. have: its newest whole version. held: the versions that it may be reading.
+    """One subscription to the name. have: its newest whole version. held: the versions that it may be reading. lacking:
+    since when there are newer ones, and none has come to it (``time.monotonic()``); 0.0 while it has the newest.
 
     asked: its waiting question and the Future of the answer, which may be done if the reader has given up; or None.
     """
 
     record: WorkerRecord
     have: int = 0
+    lacking: float = 0.0
     held: set[int] = field(default_factory=set)
     asked: tuple[Want, asyncio.Future[Results]] | None = None
+
+    def has(self, version: int, newest: int) -> None:
+        """It has reported a version. newest: of the name."""
+        if version > self.have:
+            self.have = version
+            self.lacking = time.monotonic() if version < newest else 0.0
 
     def fail(self, error: Exception) -> None:
         """Fail its waiting question."""
@@ -165,6 +173,8 @@ class VersionStore:
         if before is None or before.version < stored.version:
             self._newest = stored
             self.written = time.monotonic()
+            for subscriber in self.subscribers.values():
+                subscriber.lacking = subscriber.lacking or self.written
             self._wake()
         if before is not None:
             self._look_at(before)
@@ -209,7 +219,7 @@ class VersionStore:
         unheard = filter(said.have.__lt__, subscriber.held)  # given by an answer that it never got
         for version in {*unheard, *subscriber.held.intersection(said.released)}:
             self._release(key, subscriber, version)
-        subscriber.have = max(subscriber.have, said.have)
+        subscriber.has(said.have, self.newest)
         self.on_has(key, subscriber)
         self.on_readers()
         newest = self._newest
@@ -236,7 +246,7 @@ class VersionStore:
                         f"have ended and hold versions of it still: it has to close some, and let go of what they gave"
                     )
                 self._subscriptions[reader.id] = count + 1
-                subscriber = Subscriber(reader)
+                subscriber = Subscriber(reader, lacking=time.monotonic() if self.newest else 0.0)
             self.subscribers[key] = subscriber
             self.on_has(key, subscriber)
         return subscriber

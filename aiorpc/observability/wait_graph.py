@@ -1,0 +1,283 @@
+"""Who waits for whom in a group: the calls under way, from each program and each handler to what they have called.
+
+Functions of reports alone (`reader.SeenGroup`); they ask no worker. Imports no torch.
+
+A handler that stands at a lock waits for another one of its worker, and no report says for which. `circle` finds those
+that wait in a circle: a handler at a lock waits for the handlers of its worker that wait for calls themselves, if no
+other one runs there that could hold the lock. Only calls that stand where they stood at an earlier look count.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .reader import SeenGroup
+from .report import SeenCall
+
+#: Of the calls that one program or handler waits for, so many lines are drawn.
+_MOST_DRAWN = 20
+
+
+@dataclass(frozen=True)
+class Node:
+    """Who waits: the program of a worker, or the handler of a call that it serves.
+
+    caller, call_id: of the served call; empty and 0 for the program.
+    """
+
+    worker: str
+    caller: str = ""
+    call_id: int = 0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One call that a program or a handler waits for.
+
+    made: the call as its caller sees it. served: as its worker sees it; None if there is no report, or the call is on
+    its way. why: what is known of a call that is not served, as a sentence.
+    """
+
+    source: Node
+    target: Node
+    made: SeenCall
+    served: SeenCall | None = None
+    why: str = ""
+
+
+@dataclass
+class WaitGraph:
+    """waits: by who waits. served: the served calls."""
+
+    waits: dict[Node, list[Wait]] = field(default_factory=dict)
+    served: dict[Node, SeenCall] = field(default_factory=dict)
+
+    def of(self, worker: str) -> dict[Node, SeenCall]:
+        """The calls that a worker serves."""
+        return {node: call for node, call in self.served.items() if node.worker == worker}
+
+
+def build(group: SeenGroup) -> WaitGraph:
+    """The graph of a group, without the runtime's own calls."""
+    graph = WaitGraph()
+    for report in group.reports:
+        for call in report.calls:
+            if call.side == "served" and not call.own:
+                graph.served[Node(report.name, call.caller, call.call_id)] = call
+    whys = {each.name: each.why for each in group.unseen}
+    waits: dict[Node, list[Wait]] = defaultdict(list)
+    for report in group.reports:
+        lost = {each.name for each in report.members if each.state == "lost"}
+        for call in report.calls:
+            at_queue = call.part_of is not None and call.part_of[0] == "queue"
+            if call.side != "made" or (call.own and not at_queue):
+                continue
+            source = Node(report.name, *call.parent) if call.parent else Node(report.name)
+            target = Node(call.worker, call.caller, call.call_id)
+            served = graph.served.get(target)
+            why = "" if served else _why(call, lost, whys)
+            waits[source].append(Wait(source, target, call, served, why))
+    graph.waits = dict(waits)
+    return graph
+
+
+def _why(call: SeenCall, lost: set[str], unseen: dict[str, str]) -> str:
+    if call.own and call.part_of is not None:
+        return f"it waits at queue {call.part_of[1]!r} for an item or for room"
+    if call.worker in lost:
+        return f"worker {call.worker!r} is lost"
+    if call.worker in unseen:
+        return f"worker {call.worker!r} cannot be looked at: {unseen[call.worker]}"
+    if call.state == "connecting":
+        return f"there is no connection to worker {call.worker!r} yet"
+    if call.state == "sent":
+        return f"the call or its answer is on its way, or worker {call.worker!r} does not read it"
+    return call.state
+
+
+# --- circles ----------------------------------------------------------------------------------------------------------
+
+
+def circle(before: SeenGroup, now: SeenGroup) -> list[Wait]:
+    """The calls between workers that wait for each other in a circle, in order; empty if there are none.
+
+    before, now: two looks at a group, a moment apart. Each call is served at the worker whose handler makes the next
+    one; the last one at the worker that makes the first one.
+    """
+    graph = build(now)
+    stuck = _stuck(build(before), graph)
+    edges: dict[str, list[Wait]] = defaultdict(list)
+    for node in stuck:
+        for wait in graph.waits.get(node, ()):
+            if wait.target in stuck:
+                edges[node.worker].append(wait)
+    shortest: list[Wait] = []
+    for start in edges:
+        found = _way(edges, start)
+        if found and (not shortest or len(found) < len(shortest)):
+            shortest = found
+    return shortest
+
+
+def _way(edges: dict[str, list[Wait]], start: str) -> list[Wait]:
+    """The shortest way from a worker back to it."""
+    ways: dict[str, list[Wait]] = {start: []}
+    front = [start]
+    for worker in front:
+        for wait in edges.get(worker, ()):
+            if wait.target.worker == start:
+                return [*ways[worker], wait]
+            if wait.target.worker not in ways:
+                ways[wait.target.worker] = [*ways[worker], wait]
+                front.append(wait.target.worker)
+    return []
+
+
+def _stuck(earlier: WaitGraph, graph: WaitGraph) -> set[Node]:
+    """The served calls that cannot end, as far as one sees: what they wait for cannot end either."""
+    stuck = {node for node in graph.served if _stands(node, earlier, graph)}
+    while True:
+        ending = {node for node in stuck if not _waits_within(node, graph, stuck)}
+        if not ending:
+            return stuck
+        stuck -= ending
+
+
+def _stands(node: Node, earlier: WaitGraph, graph: WaitGraph) -> bool:
+    """Whether a served call stands where it stood."""
+    then, now = earlier.served.get(node), graph.served[node]
+    return then is not None and (then.state, then.stands_at) == (now.state, now.stands_at)
+
+
+def _waits_within(node: Node, graph: WaitGraph, stuck: set[Node]) -> bool:
+    """Whether that call waits for stuck calls alone."""
+    call = graph.served[node]
+    if not call.at_lock and call.state == "running":
+        waits = graph.waits.get(node, ())
+        return bool(waits) and all(wait.target in stuck for wait in waits)
+    # At a lock, or queued: another call of the worker has to go on.
+    others = {
+        other: each
+        for other, each in graph.of(node.worker).items()
+        if other != node and each.state == "running" and not each.at_lock and each.kind != "stream"
+    }
+    return bool(others) and all(other in stuck for other in others)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def as_text(graph: WaitGraph, around: Sequence[Wait] = ()) -> str:
+    """The graph as indented text, from the programs to the innermost handlers. around: what `circle` has found."""
+    lines = [line for root in _roots(graph) for line in _drawn(graph, root)]
+    if around:
+        lines += ["", *circle_as_text(around)]
+    return "\n".join(lines) or "no program and no handler waits for a call"
+
+
+def circle_as_text(around: Sequence[Wait]) -> list[str]:
+    """A circle as lines: its workers, then each call."""
+    names = [each.source.worker for each in around]
+    if len(names) == 1:
+        lines = [f"worker {names[0]!r} waits for itself:"]
+    else:
+        lines = [f"{len(names)} workers wait in a circle: {' -> '.join([*names, names[0]])}"]
+    for each in around:
+        lines.append(f"  {each.source.worker}: {_made(each.made)}")
+        if each.served is not None:
+            lines.append(f"      {_standing(each.served)}")
+    return lines
+
+
+def as_mermaid(graph: WaitGraph) -> str:
+    """The graph as a flowchart in mermaid, which GitHub and many notebooks draw."""
+    names: dict[Node, str] = {}
+
+    def name_of(node: Node) -> str:
+        return names.setdefault(node, f"n{len(names)}")
+
+    lines = []
+    for source, waits in graph.waits.items():
+        for wait in waits:
+            lines.append(f"    {name_of(source)} -->|{wait.made.since:.1f} s| {name_of(wait.target)}")
+            if wait.served is None:
+                names.setdefault(wait.target, name_of(wait.target))
+    asked = {wait.target: wait.made for waits in graph.waits.values() for wait in waits}
+    boxes = []
+    for node, short in names.items():
+        call = graph.served.get(node) or asked.get(node)
+        text = f"program of {node.worker}"
+        if call is not None and node.caller:
+            at = place_of(call)
+            text = f"{node.worker}: {call.function}{at and f'<br>{_short(at)}'}"
+        boxes.append(f'    {short}["{text.replace(chr(34), "")}"]')
+    return "\n".join(["flowchart TD", *boxes, *lines])
+
+
+def _roots(graph: WaitGraph) -> list[Node]:
+    """Who waits, and is waited for by no call that one sees: the programs first."""
+    asked = {wait.target for waits in graph.waits.values() for wait in waits}
+    found = [node for node in graph.waits if node not in asked]
+    return sorted(found, key=lambda node: (bool(node.caller), node.worker, node.caller, node.call_id))
+
+
+def _drawn(graph: WaitGraph, root: Node) -> Iterator[str]:
+    call = graph.served.get(root)
+    if not root.caller:
+        yield f"the program of worker {root.worker!r} waits"
+    elif call is None:
+        yield f"a handler of worker {root.worker!r} that has ended has left calls, which wait"
+    else:
+        yield f"worker {root.worker!r} serves {call.function} for {call.caller!r}, since {call.since:.1f} s"
+        yield f"    {_standing(call)}"
+    yield from _below(graph, root, "    ", {root})
+
+
+def _below(graph: WaitGraph, node: Node, indent: str, above: set[Node]) -> Iterator[str]:
+    alike: dict[tuple[str, ...], list[Wait]] = defaultdict(list)
+    for wait in sorted(graph.waits.get(node, ()), key=lambda wait: -wait.made.since):
+        at = "" if wait.served is None else _standing(wait.served)
+        own = str(wait.target) if wait.target in graph.waits else ""
+        alike[(wait.made.worker, wait.made.function, wait.made.made_at, at, wait.why, own)].append(wait)
+    for number, waits in enumerate(alike.values()):
+        if number == _MOST_DRAWN:
+            rest = sum(map(len, list(alike.values())[number:]))
+            yield f"{indent}and for {rest} other calls"
+            return
+        first = waits[0]
+        more = f", and for {len(waits) - 1} more such calls" if len(waits) > 1 else ""
+        yield f"{indent}for {_made(first.made)}{more}"
+        yield f"{indent}    {first.why if first.served is None else _standing(first.served)}"
+        if first.target not in above:  # a handler may call its own caller
+            yield from _below(graph, first.target, indent + "    ", above | {first.target})
+
+
+def _made(call: SeenCall) -> str:
+    at = f", made at {call.made_at}" if call.made_at else ""
+    return f"{call.function} on worker {call.worker!r}, since {call.since:.1f} s{at}"
+
+
+def _standing(call: SeenCall) -> str:
+    if call.state == "queued":
+        return "it is queued: it waits for a thread"
+    if not call.stands_at:
+        return "it is running"
+    return f"it {'waits for a lock' if call.at_lock else 'stands'} at {place_of(call)}"
+
+
+def place_of(call: SeenCall) -> str:
+    """The innermost line of a handler, without those of the lock at which it stands; empty if that is not known."""
+    at = call.stands_at[0] if call.stands_at else ""
+    return next((line for line in call.stands_at if not _is_of_locks(line)), at) if call.at_lock else at
+
+
+def _is_of_locks(line: str) -> bool:
+    path = line.rpartition(":")[0]
+    return path.endswith(("/threading.py", "/asyncio/locks.py"))
+
+
+def _short(line: str) -> str:
+    """A line without the folders of its file."""
+    return line.rpartition("/")[2]
