@@ -165,7 +165,8 @@ def _worker(name: str, pid: int) -> dict[str, object]:
 
 
 def _has(group: SeenGroup, name: str, pid: int) -> bool:
-    return any(each.name == name and each.pid == pid for each in (*group.reports, *group.unseen))
+    known = [(each.name, each.pid) for each in group.reports] + [(each.name, each.pid) for each in group.unseen]
+    return (name, pid) in known
 
 
 def _stacks(name: str, group: SeenGroup) -> str:

@@ -50,7 +50,7 @@ class GroupMessage(msgspec.Struct):
     events: list[Event]
 
 
-class Message(msgspec.Struct):
+class PageMessage(msgspec.Struct):
     """What the page gets after a look. whole: whether it has all that is kept, in place of what the page has. trouble:
     why there is nothing new, as a sentence."""
 
@@ -169,7 +169,7 @@ class Watcher:
             )
             for each in self._groups
         ]
-        return self._turn, msgspec.json.encode(Message(time.time(), not after, self._trouble, groups))
+        return self._turn, msgspec.json.encode(PageMessage(time.time(), not after, self._trouble, groups))
 
     def enter(self) -> None:
         """A page was opened."""
