@@ -13,6 +13,7 @@ from .. import _version
 from ..channels import Traffic
 from ..channels.inline import Inline
 from ..protocol.identity import WorkerRecord, legible
+from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
@@ -127,7 +128,9 @@ def _members(node: Node) -> list[SeenMember]:
         if link.record.name in found:
             _add_apart(found[link.record.name], link.distribution.traffic())
     for info in list(node.group.lost.values()):
-        found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
+        member = found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
+        if member.state == PeerState.GONE.value:
+            member.state = "lost"
     return list(found.values())[:_MOST]
 
 

@@ -256,7 +256,7 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
         each.name: each
         for report in group.reports
         for each in report.members
-        if each.state != "lost" and each.name not in group.names
+        if each.state not in ("lost", "gone") and each.name not in group.names
     }
     if not members:
         return

@@ -58,7 +58,7 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         """The parts of the screen."""
-        yield Header(show_clock=True)
+        yield Header(show_clock=True, icon=" ")
         yield Static("looking for workers", id="trouble", markup=False)
         with VerticalScroll():
             for name, columns in (("workers", _WORKERS), ("calls", _CALLS), ("queues", _QUEUES)):

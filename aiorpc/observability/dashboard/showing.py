@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -113,7 +114,7 @@ def show(looks: Sequence[SeenGroup], seen: Comparison) -> Shown:
     return Shown(
         title="" if first is None else first.init_method,
         dynamic=first is not None and first.dynamic,
-        workers=_workers(reports, group.unseen, seen),
+        workers=_workers(reports, group.unseen, seen, first is None or first.dynamic),
         flows=seen.flows,
         calls=seen.calls[:_MOST_CALLS],
         queues=[ShownQueue(report.name, queue) for report in reports for queue in report.queues],
@@ -139,7 +140,7 @@ def point(time: float, shown: Shown, seen: Comparison) -> Point:
     )
 
 
-def _workers(reports: list[WorkerReport], unseen: list[Unseen], seen: Comparison) -> list[ShownWorker]:
+def _workers(reports: list[WorkerReport], unseen: list[Unseen], seen: Comparison, dynamic: bool) -> list[ShownWorker]:
     rates = {each.mark: each for each in seen.workers}
     rows = [
         ShownWorker(
@@ -166,7 +167,12 @@ def _workers(reports: list[WorkerReport], unseen: list[Unseen], seen: Comparison
         for each in members.values()
         if each.state == "lost" and each.name not in names
     ]
-    return sorted(rows, key=lambda row: (row.id < 0, row.id, row.name))
+    return sorted(rows, key=lambda row: (dynamic or row.id, _natural(row.name)))  # ids of returned workers are new
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """For a sort by name in which 10 comes after 9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _names(reports: list[WorkerReport]) -> Iterator[ShownName]:
