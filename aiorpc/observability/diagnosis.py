@@ -105,7 +105,7 @@ def _blocked(report: WorkerReport, limits: Limits) -> Iterator[Finding]:
     loop = report.loop
     if loop.silent < limits.blocked:
         return
-    lines = [line for line in loop.stands_at if "/asyncio/" not in line]
+    lines = loop.stands_at
     at = lines[0] if lines else ""
     running = [call for call in _served(report, "running") if call.stands_at[:1] == [at] and not call.own]
     handler = running[0] if running else None
@@ -193,9 +193,9 @@ def _stalled_readers(seen: _Looks, report: WorkerReport) -> Iterator[Finding]:
 
 
 def _lost(seen: _Looks) -> Iterator[Finding]:
-    """Connections that are broken, and workers that are lost and have not come back. Each once."""
+    """Connections that are broken, and workers that are lost and have not come back."""
     there = {report.name for report in seen.now.reports} | {each.name for each in seen.now.unseen if each.how}
-    told: set[str] = set()
+    lost: dict[str, tuple[str, float]] = {}
     for report in seen.now.reports:
         for member in report.members:
             since, cause = _news(report, member)
@@ -207,13 +207,14 @@ def _lost(seen: _Looks) -> Iterator[Finding]:
                     f"{since:.1f} s, and is being made again: {cause}",
                     since=since,
                 )
-            elif member.state == "lost" and member.name not in there | told:
-                if report.dynamic and since > _NEWS:
-                    continue
-                told.add(member.name)
-                when = f" {since:.0f} s ago" if since else ""
-                text = f"worker {member.name!r} was lost{when}, and has not come back{': ' if cause else ''}{cause}"
-                yield Finding("lost worker", member.name, text, since=since)
+            elif member.state == "lost" and member.name not in there and not (report.dynamic and since > _NEWS):
+                known = lost.setdefault(member.name, (cause, since))
+                if len(cause) > len(known[0]):  # the parent of a process knows most of its end
+                    lost[member.name] = cause, since
+    for name, (cause, since) in lost.items():
+        when = f" {since:.0f} s ago" if since else ""
+        text = f"worker {name!r} was lost{when}, and has not come back{': ' if cause else ''}{cause}"
+        yield Finding("lost worker", name, text, since=since)
 
 
 def _news(report: WorkerReport, member: SeenMember) -> tuple[float, str]:

@@ -32,6 +32,7 @@ from ..logs import logger
 from ..runtime.node import Node, registry
 from ..threads import daemon
 from ..transport import sockets
+from ..undoing import on_error
 from .asked import ask
 from .making import report_of
 from .memo import memo
@@ -43,6 +44,7 @@ _NAME = "endpoint"
 SIGNAL = int(signal.SIGRTMAX) - 1
 #: Seconds for a question to come and for its answer to be taken.
 _PATIENCE = 2.0
+_BACKLOG = 64
 #: Questions that wait for other members are answered in threads of their own, so many at a time.
 _MOST_WAITING = 8
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
@@ -113,12 +115,13 @@ class Endpoint:
             path.unlink(missing_ok=True)
         memo().open()
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            made.bind(str(self._files[0]))
-            made.listen(64)
-        except BaseException:
-            made.close()
-            raise
+        # It gets its name only when it listens: see `sockets.listen_unix`.
+        unready = base.with_suffix(".made")
+        unready.unlink(missing_ok=True)
+        with on_error(made.close):
+            made.bind(str(unready))
+            made.listen(_BACKLOG)
+            unready.rename(self._files[0])
         self._socket = made
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
             self._stacks = open(self._files[2], "a", encoding="utf-8")  # noqa: SIM115  # closed with the endpoint

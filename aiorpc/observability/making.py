@@ -13,7 +13,6 @@ from .. import _version
 from ..channels import Traffic
 from ..channels.inline import Inline
 from ..protocol.identity import WorkerRecord, legible
-from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
@@ -35,7 +34,7 @@ from .report import (
     SeenSubscription,
     WorkerReport,
 )
-from .stacks import stack_of_call, stack_of_thread, stands_at_lock
+from .stacks import stack_of_call, stack_of_step, stands_at_lock
 
 #: The oldest so many calls of each side are in a report, and so many members.
 _MOST = 1000
@@ -106,7 +105,7 @@ def _numbers(statistics: Statistics) -> dict[str, float]:
 def _loop(node: Node) -> SeenLoop:
     monitor = node.monitor
     silent = monitor.silent()
-    stands = stack_of_thread(node.engine.thread) if silent else []
+    stands = stack_of_step(node.engine.thread) if silent else []
     return SeenLoop(silent, monitor.lag_mean, monitor.lag_max, stands)
 
 
@@ -128,9 +127,9 @@ def _members(node: Node) -> list[SeenMember]:
         if link.record.name in found:
             _add_apart(found[link.record.name], link.distribution.traffic())
     for info in list(node.group.lost.values()):
-        member = found.setdefault(info.name, SeenMember(info.name, info.id, state="lost"))
-        if member.state == PeerState.GONE.value:
-            member.state = "lost"
+        known = found.setdefault(info.name, SeenMember(info.name, info.id))
+        if known.id == info.id:  # and not another one in its place
+            known.state = "lost"
     return list(found.values())[:_MOST]
 
 
@@ -147,7 +146,7 @@ def _add_traffic(member: SeenMember, end: Peer | object) -> None:
     if connection is not None:
         member.sent += connection.bytes_sent
         member.received += connection.bytes_received
-        member.unsent += connection.unsent
+        member.unsent += connection.queue.size
 
 
 def _add_apart(member: SeenMember, moved: dict[str, Traffic]) -> None:

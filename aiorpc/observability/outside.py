@@ -28,6 +28,8 @@ _LIBRARY = tuple(
 )
 _PACKAGE = str(Path(__file__).parent.parent)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+#: What every thread begins with.
+_BEGIN = re.compile(r"/threading\.py:\d+ in (Thread\.)?(run|_bootstrap|_bootstrap_inner)$")
 _FRAMES = 12
 #: Bytes that a process may have written of its stacks before they are dropped.
 _LONGEST = 1 << 20
@@ -63,7 +65,9 @@ class Outside:
         """The stack of the thread that holds the interpreter lock, or the innermost lines of those that may hold it."""
         for thread in self.threads:
             if thread.holds:
-                return [line for line in thread.lines if not line.startswith(_PACKAGE)][:_FRAMES]
+                return [line for line in thread.lines if not line.startswith(_PACKAGE) and not _BEGIN.search(line)][
+                    :_FRAMES
+                ]
         return [each.lines[0] for each in self.threads if each.lines and not each.lines[0].startswith(_IDLE)][:_FRAMES]
 
 

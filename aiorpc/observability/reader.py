@@ -43,6 +43,8 @@ FAR_PATIENCE = 2.0
 #: As in `endpoint`, which cannot be imported without torch.
 SIGNAL = int(signal.SIGRTMAX) - 1
 
+#: Characters, as in `transport.sockets`, which cannot be imported without torch.
+_LONGEST_PATH = 60
 #: Seconds between the looks at a group by which troubles are found.
 PAUSES = (0.3, 0.7)
 
@@ -94,13 +96,15 @@ class SeenGroup:
 
 def directories() -> list[Path]:
     """The private directories of this user, in which workers meet: see `transport.sockets.private_directory`."""
+    own = Path(tempfile.gettempdir()) / f"aiorpc-{os.getuid()}"
+    if len(str(own)) > _LONGEST_PATH:
+        own = Path("/tmp") / own.name
     found = []
-    for root in dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"))):
-        for path in sorted(root.glob(f"aiorpc-{os.getuid()}*")):
-            with contextlib.suppress(OSError):
-                info = path.lstat()
-                if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
-                    found.append(path)
+    for path in (own, *sorted(own.parent.glob(f"{own.name}-*"))):
+        with contextlib.suppress(OSError):
+            info = path.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
+                found.append(path)
     return found
 
 

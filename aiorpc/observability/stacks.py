@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import linecache
 import opcode
 import os
 import re
 import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 from ..runtime.calls.current import ServedCall
 from ..runtime.node import Node
+from ..sites import describe_site
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = os.path.dirname(threading.__file__)
@@ -27,7 +31,7 @@ _FRAMES = 12
 
 def stack_of_thread(thread: int) -> list[str]:
     """The lines at which a thread stands, innermost first, without those inside of aiorpc. Empty if it has ended."""
-    return _lines(_frames(sys._current_frames().get(thread)))
+    return _lines(_frames_of(thread))
 
 
 def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
@@ -36,10 +40,18 @@ def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
     return _lines(reversed(places))
 
 
+def stack_of_step(thread: int) -> list[str]:
+    """The same of what the loop of a thread runs now, without the frames of the loop."""
+    places = itertools.takewhile(lambda place: "/asyncio/" not in place[0].co_filename, _frames_of(thread))
+    return _lines(places)
+
+
 def stack_of_call(call: ServedCall) -> list[str]:
     """The same of the handler of a call. Empty for a handler that neither runs nor awaits, such as one whose result is
     a Future."""
-    task, thread = call.task, call.thread
+    task, thread, engine = call.task, call.thread, call.node.engine
+    if task is not None and asyncio.current_task(engine.loop) is task:  # a coroutine that runs shows no inner ones
+        return stack_of_step(engine.thread)
     if task is not None:
         return stack_of_task(task)
     return stack_of_thread(thread) if thread else []
@@ -51,7 +63,7 @@ def stands_at_lock(call: ServedCall) -> bool:
         places = list(_awaited(call.task.get_coro()))
         return bool(places) and _is_in(places[-1][0], "asyncio", "locks.py") and places[-1][0].co_name == "acquire"
     frame = sys._current_frames().get(call.thread) if call.thread else None
-    if frame is None:
+    if frame is None or frame.f_code.co_filename.startswith(_PACKAGE):  # in a wait of aiorpc
         return False
     within = None  # a semaphore waits in a condition, as an event does, which is no lock
     while frame.f_back is not None and _is_in(frame.f_code, "", "threading.py"):
@@ -84,20 +96,36 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 def all_stacks(nodes: list[Node]) -> str:
-    """The stacks of all threads and tasks of this process, each with the served call that it runs."""
+    """The stacks of all threads and tasks of this process, each with the call that it serves and those it waits for."""
     calls = [call for node in nodes for service in list(node.services) for call in list(service.calls.values())]
     of_thread = {call.thread: call for call in calls if call.thread and call.task is None}
     of_task = {call.task: call for call in calls if call.task is not None}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    made: dict[tuple[str, int] | None, list[str]] = defaultdict(list)
+    for peer in (each for node in nodes for each in node.peers.all()):
+        for each in list(peer.pending.calls.values()):
+            if not each.system:
+                since, site = time.monotonic() - each.started, describe_site(each._site)
+                at = f", made at {site}" if site else ""
+                made[each.parent].append(f"waits for {each.function} on worker {peer.name!r}, since {since:.1f} s{at}")
+
+    def lines_of(call: ServedCall | None, places: Iterator[_Place]) -> list[str]:
+        waits = [] if call is None else made[call.caller.name, call.call_id]
+        return [*waits, *_every_line(places)]
+
     parts = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            served = _serving(of_thread.get(ident))
-            parts.append(_part(f"thread {names.get(ident, '?')} ({ident}){served}", _every_line(_frames(frame))))
+            served = of_thread.get(ident)
+            title = f"thread {names.get(ident, '?')} ({ident}){_serving(served)}"
+            parts.append(_part(title, lines_of(served, _frames(frame))))
     for loop in {node.engine.loop for node in nodes}:
         for task in _tasks_of(loop):
-            title = f"task {task.get_name()}{_serving(of_task.get(task))}"
-            parts.append(_part(title, _every_line(reversed(list(_awaited(task.get_coro()))))))
+            served = of_task.get(task)
+            title = f"task {task.get_name()}{_serving(served)}"
+            parts.append(_part(title, lines_of(served, reversed(list(_awaited(task.get_coro()))))))
+    if made[None]:
+        parts.append(_part("the program", made[None]))
     return "\n".join(parts)
 
 
@@ -119,6 +147,10 @@ def _tasks_of(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
 
 
 _Place = tuple[CodeType, int]
+
+
+def _frames_of(thread: int) -> Iterator[_Place]:
+    return _frames(sys._current_frames().get(thread))
 
 
 def _frames(frame: FrameType | None) -> Iterator[_Place]:

@@ -21,7 +21,7 @@ _MOST_DRAWN = 20
 
 
 @dataclass(frozen=True)
-class Node:
+class WaitNode:
     """Who waits: the program of a worker, or the handler of a call that it serves.
 
     caller, call_id: of the served call; empty and 0 for the program.
@@ -37,26 +37,23 @@ class Wait:
     """One call that a program or a handler waits for.
 
     made: the call as its caller sees it. served: as its worker sees it; None if there is no report, or the call is on
-    its way. why: what is known of a call that is not served, as a sentence.
+    its way. why: what is known of a call that is not served, as a sentence. source_function: of the handler that waits.
     """
 
-    source: Node
-    target: Node
+    source: WaitNode
+    target: WaitNode
     made: SeenCall
     served: SeenCall | None = None
     why: str = ""
+    source_function: str = ""
 
 
 @dataclass
 class WaitGraph:
     """waits: by who waits. served: the served calls."""
 
-    waits: dict[Node, list[Wait]] = field(default_factory=dict)
-    served: dict[Node, SeenCall] = field(default_factory=dict)
-
-    def of(self, worker: str) -> dict[Node, SeenCall]:
-        """The calls that a worker serves."""
-        return {node: call for node, call in self.served.items() if node.worker == worker}
+    waits: dict[WaitNode, list[Wait]] = field(default_factory=dict)
+    served: dict[WaitNode, SeenCall] = field(default_factory=dict)
 
 
 def build(group: SeenGroup) -> WaitGraph:
@@ -65,20 +62,22 @@ def build(group: SeenGroup) -> WaitGraph:
     for report in group.reports:
         for call in report.calls:
             if call.side == "served" and not call.own:
-                graph.served[Node(report.name, call.caller, call.call_id)] = call
+                graph.served[WaitNode(report.name, call.caller, call.call_id)] = call
     whys = {each.name: each.why for each in group.unseen}
-    waits: dict[Node, list[Wait]] = defaultdict(list)
+    waits: dict[WaitNode, list[Wait]] = defaultdict(list)
     for report in group.reports:
         lost = {each.name for each in report.members if each.state == "lost"}
         for call in report.calls:
             at_queue = call.part_of is not None and call.part_of[0] == "queue"
             if call.side != "made" or (call.own and not at_queue):
                 continue
-            source = Node(report.name, *call.parent) if call.parent else Node(report.name)
-            target = Node(call.worker, call.caller, call.call_id)
+            source = WaitNode(report.name, *call.parent) if call.parent else WaitNode(report.name)
+            target = WaitNode(call.worker, call.caller, call.call_id)
             served = graph.served.get(target)
             why = "" if served else _why(call, lost, whys)
-            waits[source].append(Wait(source, target, call, served, why))
+            handler = graph.served.get(source)
+            function = "" if handler is None else handler.function
+            waits[source].append(Wait(source, target, call, served, why, function))
     graph.waits = dict(waits)
     return graph
 
@@ -118,7 +117,9 @@ def circle(before: SeenGroup, now: SeenGroup) -> list[Wait]:
         found = _way(edges, start)
         if found and (not shortest or len(found) < len(shortest)):
             shortest = found
-    return shortest
+    # From the first worker of it by name, at each look the same.
+    first = min(range(len(shortest)), key=lambda index: shortest[index].source.worker, default=0)
+    return shortest[first:] + shortest[:first]
 
 
 def _way(edges: dict[str, list[Wait]], start: str) -> list[Wait]:
@@ -135,35 +136,39 @@ def _way(edges: dict[str, list[Wait]], start: str) -> list[Wait]:
     return []
 
 
-def _stuck(earlier: WaitGraph, graph: WaitGraph) -> set[Node]:
+def _stuck(earlier: WaitGraph, graph: WaitGraph) -> set[WaitNode]:
     """The served calls that cannot end, as far as one sees: what they wait for cannot end either."""
     stuck = {node for node in graph.served if _stands(node, earlier, graph)}
     while True:
-        ending = {node for node in stuck if not _waits_within(node, graph, stuck)}
+        held = _held(graph, stuck)
+        ending = {node for node in stuck if not _waits_within(node, graph, stuck, held)}
         if not ending:
             return stuck
         stuck -= ending
 
 
-def _stands(node: Node, earlier: WaitGraph, graph: WaitGraph) -> bool:
+def _stands(node: WaitNode, earlier: WaitGraph, graph: WaitGraph) -> bool:
     """Whether a served call stands where it stood."""
     then, now = earlier.served.get(node), graph.served[node]
     return then is not None and (then.state, then.stands_at) == (now.state, now.stands_at)
 
 
-def _waits_within(node: Node, graph: WaitGraph, stuck: set[Node]) -> bool:
+def _held(graph: WaitGraph, stuck: set[WaitNode]) -> set[str]:
+    """The workers whose handlers that may hold locks and threads are stuck, all of them, and at least one."""
+    holding: dict[str, bool] = {}
+    for node, call in graph.served.items():
+        if call.state == "running" and not call.at_lock and call.kind != "stream":
+            holding[node.worker] = holding.get(node.worker, True) and node in stuck
+    return {worker for worker, all_stuck in holding.items() if all_stuck}
+
+
+def _waits_within(node: WaitNode, graph: WaitGraph, stuck: set[WaitNode], held: set[str]) -> bool:
     """Whether that call waits for stuck calls alone."""
     call = graph.served[node]
-    if not call.at_lock and call.state == "running":
-        waits = graph.waits.get(node, ())
-        return bool(waits) and all(wait.target in stuck for wait in waits)
-    # At a lock, or queued: another call of the worker has to go on.
-    others = {
-        other: each
-        for other, each in graph.of(node.worker).items()
-        if other != node and each.state == "running" and not each.at_lock and each.kind != "stream"
-    }
-    return bool(others) and all(other in stuck for other in others)
+    if call.at_lock or call.state != "running":  # another handler of the worker has to go on
+        return node.worker in held
+    waits = graph.waits.get(node, ())
+    return bool(waits) and all(wait.target in stuck for wait in waits)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -185,7 +190,10 @@ def circle_as_text(around: Sequence[Wait]) -> list[str]:
     else:
         lines = [f"{len(names)} workers wait in a circle: {' -> '.join([*names, names[0]])}"]
     for each in around:
-        lines.append(f"  {each.source.worker}: {_made(each.made)}")
+        handler = f" in {each.source_function}" if each.source_function else ""
+        lines.append(f"  worker {each.source.worker!r}{handler} waits for {_made(each.made)}")
+        if each.made.made_at:
+            lines.append(f"      made at {each.made.made_at}")
         if each.served is not None:
             lines.append(f"      {_standing(each.served)}")
     return lines
@@ -193,9 +201,9 @@ def circle_as_text(around: Sequence[Wait]) -> list[str]:
 
 def as_mermaid(graph: WaitGraph) -> str:
     """The graph as a flowchart in mermaid, which GitHub and many notebooks draw."""
-    names: dict[Node, str] = {}
+    names: dict[WaitNode, str] = {}
 
-    def name_of(node: Node) -> str:
+    def name_of(node: WaitNode) -> str:
         return names.setdefault(node, f"n{len(names)}")
 
     lines = []
@@ -216,14 +224,14 @@ def as_mermaid(graph: WaitGraph) -> str:
     return "\n".join(["flowchart TD", *boxes, *lines])
 
 
-def _roots(graph: WaitGraph) -> list[Node]:
+def _roots(graph: WaitGraph) -> list[WaitNode]:
     """Who waits, and is waited for by no call that one sees: the programs first."""
     asked = {wait.target for waits in graph.waits.values() for wait in waits}
     found = [node for node in graph.waits if node not in asked]
     return sorted(found, key=lambda node: (bool(node.caller), node.worker, node.caller, node.call_id))
 
 
-def _drawn(graph: WaitGraph, root: Node) -> Iterator[str]:
+def _drawn(graph: WaitGraph, root: WaitNode) -> Iterator[str]:
     call = graph.served.get(root)
     if not root.caller:
         yield f"the program of worker {root.worker!r} waits"
@@ -235,7 +243,7 @@ def _drawn(graph: WaitGraph, root: Node) -> Iterator[str]:
     yield from _below(graph, root, "    ", {root})
 
 
-def _below(graph: WaitGraph, node: Node, indent: str, above: set[Node]) -> Iterator[str]:
+def _below(graph: WaitGraph, node: WaitNode, indent: str, above: set[WaitNode]) -> Iterator[str]:
     alike: dict[tuple[str, ...], list[Wait]] = defaultdict(list)
     for wait in sorted(graph.waits.get(node, ()), key=lambda wait: -wait.made.since):
         at = "" if wait.served is None else _standing(wait.served)
@@ -249,14 +257,15 @@ def _below(graph: WaitGraph, node: Node, indent: str, above: set[Node]) -> Itera
         first = waits[0]
         more = f", and for {len(waits) - 1} more such calls" if len(waits) > 1 else ""
         yield f"{indent}for {_made(first.made)}{more}"
+        if first.made.made_at:
+            yield f"{indent}    made at {first.made.made_at}"
         yield f"{indent}    {first.why if first.served is None else _standing(first.served)}"
         if first.target not in above:  # a handler may call its own caller
             yield from _below(graph, first.target, indent + "    ", above | {first.target})
 
 
 def _made(call: SeenCall) -> str:
-    at = f", made at {call.made_at}" if call.made_at else ""
-    return f"{call.function} on worker {call.worker!r}, since {call.since:.1f} s{at}"
+    return f"{call.function} on worker {call.worker!r}, since {call.since:.1f} s"
 
 
 def _standing(call: SeenCall) -> str:

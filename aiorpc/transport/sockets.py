@@ -71,13 +71,15 @@ def remove_stale(directory: Path) -> None:
 
 
 def remove_if_stale(path: Path) -> None:
-    """Remove one socket if no process listens on it. Does not wait."""
+    """Remove one socket if no process listens on it, and the files of its name beside it. Does not wait."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
+            for other in path.parent.glob(f"{path.stem}.*"):
+                other.unlink(missing_ok=True)
 
 
 def listen_unix(directory: Path) -> tuple[socket.socket, str]:
