@@ -35,8 +35,10 @@ GROUP = (
     "aiorpc.examples.actor_learner",
     "--actors",
     "4",
+    "--steps",
+    "16",
     "--chaos",
-    "9",
+    "12",
     "--solved",
     "501",
     "--updates",
@@ -80,7 +82,7 @@ async def shoot(browser: Browser, url: str, whole: bool) -> None:
 
 async def shoot_top(browser: Browser) -> None:
     """The terminal, as textual draws it."""
-    app = Top()
+    app = Top("learner")
     async with app.run_test(size=(140, 26)) as pilot:
         await pilot.pause(4.0)
         drawn = app.export_screenshot(title="python -m aiorpc top")
@@ -95,7 +97,7 @@ async def shoot_top(browser: Browser) -> None:
 
 async def take(seconds: float, whole: bool) -> None:
     """All pictures, after the group has run for a while."""
-    with running("-m", "aiorpc", "dashboard", "--port", "0") as dashboard, running(*GROUP):
+    with running("-m", "aiorpc", "dashboard", "learner", "--port", "0") as dashboard, running(*GROUP):
         assert dashboard.stdout is not None
         url = dashboard.stdout.readline().strip()
         async with async_playwright() as playwright:

@@ -27,6 +27,7 @@ class Refusal(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
+    parser.add_argument("name", nargs="?", help="a worker of the group that is meant; all groups without one")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=PORT, help=f"the port; 0 for any free one ({PORT})")
     parser.add_argument("--token-file", metavar="FILE", help="a file with the token that browsers have to show")
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     with listening:
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port}/", flush=True)
-        asyncio.run(serving.serve(listening, token))
+        asyncio.run(serving.serve(listening, token, options.name))
     return 0
 
 

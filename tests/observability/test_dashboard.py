@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def client(token: str = "", host: str = "localhost") -> httpx.AsyncClient:
     """Asks the server without a socket."""
-    transport = httpx.ASGITransport(application(Watcher(list), token))
+    transport = httpx.ASGITransport(application(Watcher(look=list), token))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8265")
 
 
@@ -203,6 +203,14 @@ def test_groups_that_go_are_kept_for_a_while() -> None:
     assert [group["key"] for group in told] == [2]
 
 
+def test_one_group_can_be_meant() -> None:
+    """That of a worker; others are not shown."""
+    watcher = Watcher("b")
+    watcher.note([SeenGroup([_report("a", "1")]), SeenGroup([_report("b", "2"), _report("c", "3")])], 1000.0)
+    (group,) = json.loads(watcher.message()[1])["groups"]
+    assert [worker["name"] for worker in group["shown"]["workers"]] == ["b", "c"]
+
+
 def test_an_event_that_several_saw_is_told_once() -> None:
     """And one that happens again later, again."""
     lost = [SeenEvent(1000.0 + delay, "WorkerLost", "c", "killed") for delay in (0.0, 0.4, 20.0)]
@@ -224,7 +232,7 @@ async def test_a_look_that_fails_is_told() -> None:
             raise PermissionError("no")
         return []
 
-    watcher = Watcher(look)
+    watcher = Watcher(look=look)
     running = asyncio.create_task(watcher.run())
     try:
         await watcher.next()

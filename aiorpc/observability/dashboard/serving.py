@@ -187,9 +187,9 @@ def _stacks(name: str, group: SeenGroup) -> str:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-async def serve(listening: Socket, token: str) -> None:
-    """Serve the page at a socket until a signal ends the process."""
-    watcher = Watcher()
+async def serve(listening: Socket, token: str, name: str | None = None) -> None:
+    """Serve the page at a socket until a signal ends the process. name: of a worker of the groups that it shows."""
+    watcher = Watcher(name)
     app = application(watcher, token, lambda: server.should_exit)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -73,12 +73,17 @@ class Watched:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
 
 
+def _look() -> list[SeenGroup]:
+    return reader.groups(question=Look(tally=True))
+
+
 class Watcher:
     """Watches all groups. On one loop, but for the looks themselves, which block and run in a thread."""
 
-    def __init__(self, look: Callable[[], list[SeenGroup]] | None = None) -> None:
-        """look: what there is to see now."""
-        self._look = look or (lambda: reader.groups(question=Look(tally=True)))
+    def __init__(self, name: str | None = None, look: Callable[[], list[SeenGroup]] = _look) -> None:
+        """name: of a worker of the groups that are watched; None for all groups. look: what there is to see now."""
+        self._name = name
+        self._look = look
         self._groups: list[Watched] = []
         self._keys = 0
         self._turn = 0
@@ -115,7 +120,7 @@ class Watcher:
     def note(self, groups: list[SeenGroup], now: float) -> None:
         """Note a look. now: seconds since the epoch."""
         self._turn += 1
-        living = [self._note_group(group, now) for group in groups]
+        living = [self._note_group(group, now) for group in groups if self._name is None or self._name in group.names]
         for watched in self._groups:
             if watched not in living and not watched.gone:
                 watched.gone = now

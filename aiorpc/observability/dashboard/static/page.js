@@ -325,7 +325,7 @@ function chart(id, labels, data, words, logarithmic = false) {
     ],
     series: [
       { label: "at", value: (_, t) => (t == null ? "" : clock(t)) },
-      ...labels.map((label, number) => ({ label, stroke: style(`--c${(number % 6) + 1}`), width: 1.6, points: { show: false }, spanGaps: false, value: (_, v) => (v == null ? "" : words(v)) })),
+      ...labels.map((label, number) => ({ label, stroke: style(`--c${(number % 6) + 1}`), width: 1.6, points: { show: false }, spanGaps: true, value: (_, v) => (v == null ? "" : words(v)) })),
     ],
   }, data, place);
   plot.setLegend({ idx: data[0].length - 1 });
