@@ -25,8 +25,8 @@ CHROMIUM = "/usr/bin/chromium"
 STATIC = Path(__file__).parent / "_static"
 #: Name of the picture, width and height of the window, colours, and how much larger it is drawn.
 PAGES = (
-    ("dashboard-wide-light", 1280, 1000, "light", 1.0),
-    ("dashboard-wide-dark", 1280, 1000, "dark", 1.0),
+    ("dashboard-wide-light", 1280, 1310, "light", 1.0),
+    ("dashboard-wide-dark", 1280, 1310, "dark", 1.0),
     ("dashboard-phone-light", 390, 844, "light", 1.5),
     ("dashboard-phone-dark", 390, 844, "dark", 1.5),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -108,12 +109,11 @@ class Watcher:
     async def _pause(self, began: float) -> None:
         """Wait until the next look is due: soon, if a page is open or is opened meanwhile."""
         self._wanted.clear()
-        pause = began + (OFTEN if self._readers else SELDOM) - time.monotonic()
-        try:
-            async with asyncio.timeout(max(0.05, pause)):
-                await self._wanted.wait()
-        except TimeoutError:
-            return
+        await asyncio.sleep(max(0.05, began + OFTEN - time.monotonic()))  # rates of shorter times jump
+        if not self._readers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SELDOM - OFTEN):
+                    await self._wanted.wait()
 
     # --- noting -------------------------------------------------------------------------------------------------------
 
