@@ -363,6 +363,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         for this time but at most 0.0002, if the next message usually comes so soon. 0 turns both off: less latency for
         the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
+    stall_warning: seconds that calls made here may wait before the log says, once, what ``python -m aiorpc diagnose``
+        would say of the group; 0, the default, turns it off. Streams, queues and the runtime's own calls do not count.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
         ``async with``; 0 means no limit.
     newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
@@ -384,6 +386,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     switch_interval: float | None = 0.0005
     busy_wait: float = 0.004
     lag_warning: float = 1.0
+    stall_warning: float = 0.0
     shutdown_timeout: float = 0.0
     newcomer_grace: float = 10.0
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
@@ -445,7 +448,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         for group in _GROUPS.values():
             group._check(self)
         self._check_integers("num_worker_threads")
-        self._check_durations("rpc_timeout", "shutdown_timeout", "newcomer_grace", "lag_warning", "busy_wait")
+        self._check_durations("rpc_timeout", "shutdown_timeout", "newcomer_grace", "busy_wait")
+        self._check_durations("lag_warning", "stall_warning")
         if self.switch_interval is not None:
             self._check_durations("switch_interval")
             if not self.switch_interval:

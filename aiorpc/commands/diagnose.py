@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from ..observability import diagnosis, outside, reader
 from ..observability.diagnosis import Limits
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what was found. Returns the exit status."""
     try:
-        looks = reader.looks(options.name)
+        looks = reader.looks(partial(reader.group_of, options.name))
     except CannotLook as error:
         print(f"python -m aiorpc diagnose: {error}", file=sys.stderr)
         return 2

@@ -21,18 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print them. Returns 1 if none can be had, 2 if there is no such worker here."""
     try:
-        group = reader.group_of(options.name)
+        reader.group_of(options.name)
     except CannotLook as error:
         print(f"python -m aiorpc stacks: {error}", file=sys.stderr)
         return 2
     try:
-        print(reader.stacks(options.name))
+        print(outside.stacks(options.name))
     except CannotLook as error:
-        process = reader.process_of(options.name, group)
-        seen = outside.Outside() if process is None else outside.look(process)
-        print(f"worker {options.name!r} does not answer: {error}")
-        if not seen.threads:
-            print("stacks: not available (py-spy is not installed or not permitted, and faulthandler has no answer)")
-            return 1
-        print(f"the stacks of its threads, by {seen.by}, innermost line first:\n\n{seen.text}")
+        print(error)
+        return 1
     return 0

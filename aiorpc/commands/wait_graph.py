@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from ..observability import reader, wait_graph
 from ..observability.reader import CannotLook
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print it. Returns 1 if workers wait in a circle, 2 if there is no such group here."""
     try:
-        looks = reader.looks(options.name, reader.PAUSES[:1])
+        looks = reader.looks(partial(reader.group_of, options.name), reader.PAUSES[:1])
     except CannotLook as error:
         print(f"python -m aiorpc wait-graph: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from .reader import SeenGroup
 from .report import SeenCall, SeenMember, SeenQueue, WorkerReport
 from .wait_graph import Wait, circle, circle_as_text, place_of
 
+#: What may be wrong; causes stand before their effects.
 Kind = Literal[
     "deadlock",
     "blocked loop",
@@ -44,7 +45,7 @@ class Limits:
 
 class Finding(msgspec.Struct, omit_defaults=True):
     """One trouble. text: a sentence or more. worker: where it is. function, line: of the handler in which it is, where
-    that is known. workers: all that are part of it, for a deadlock. since: seconds, where that is known."""
+    that is known. workers: all that are part of it, for a deadlock and a line. since: seconds, where that is known."""
 
     kind: Kind
     worker: str
@@ -56,7 +57,7 @@ class Finding(msgspec.Struct, omit_defaults=True):
 
 
 def findings(looks: Sequence[SeenGroup], limits: Limits | None = None) -> list[Finding]:
-    """What is wrong. looks: two or more, the newest last, at least half a second apart in all."""
+    """What is wrong, causes before effects. looks: two or more, the newest last, half a second apart or more in all."""
     limits = limits or Limits()
     seen = _Looks(looks)
     found = list(_deadlock(circle(looks[0], looks[-1])))
@@ -70,7 +71,8 @@ def findings(looks: Sequence[SeenGroup], limits: Limits | None = None) -> list[F
         found += _queues(seen, report, limits)
         found += _stale(report, limits)
     found += _lost(seen)
-    return found
+    order: tuple[Kind, ...] = get_args(Kind)
+    return sorted(found, key=lambda each: order.index(each.kind))
 
 
 class _Looks:
@@ -195,16 +197,20 @@ def _stalled_readers(seen: _Looks, report: WorkerReport) -> Iterator[Finding]:
 def _lost(seen: _Looks) -> Iterator[Finding]:
     """Connections that are broken, and workers that are lost and have not come back."""
     there = {report.name for report in seen.now.reports} | {each.name for each in seen.now.unseen if each.how}
+    broken: list[set[str]] = []
     lost: dict[str, tuple[str, float]] = {}
     for report in seen.now.reports:
         for member in report.members:
             since, cause = _news(report, member)
-            if member.state == "suspended":
+            ends = {report.name, member.name}
+            if member.state == "suspended" and ends not in broken:  # both ends may tell
+                broken.append(ends)
                 yield Finding(
                     "lost line",
                     member.name,
-                    f"the connection from worker {report.name!r} to worker {member.name!r} is broken since "
+                    f"the connection between workers {report.name!r} and {member.name!r} is broken since "
                     f"{since:.1f} s, and is being made again: {cause}",
+                    workers=sorted(ends),
                     since=since,
                 )
             elif member.state == "lost" and member.name not in there and not (report.dynamic and since > _NEWS):
@@ -271,7 +277,7 @@ def as_text(found: Sequence[Finding], group: SeenGroup) -> str:
     if not found:
         calls = [call for report in group.reports for call in report.calls if call.side == "made" and not call.own]
         oldest = f", the oldest since {max(call.since for call in calls):.1f} s" if calls else ""
-        lines.append(f"nothing found: {len(group.reports)} workers, {len(calls)} calls under way{oldest}")
+        lines.append(f"nothing found (workers: {len(group.reports)}, calls under way: {len(calls)}{oldest})")
     lines += [f"not seen: {each.name}: {each.why}" for each in group.unseen if not each.how]
     return "\n".join(lines)
 

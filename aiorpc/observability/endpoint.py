@@ -1,8 +1,9 @@
 """Where a process answers those who look at its workers: a socket in this user's private directory.
 
-One thread of the process takes one question after the other, also while the loops of its workers stand still. It reads
-and changes nothing. Who may open the directory, this user and root, may look; it could read the memory of the process
-as well. `reader` is the other end. Beside the socket ``look-PID.sock`` lie
+Threads of the process answer questions, also while the loops of its workers stand still: one for each question, so that
+one that comes or is taken slowly, as by a stopped process, holds up no other. They read and change nothing. Who may
+open the directory, this user and root, may look; it could read the memory of the process as well. `reader` is the other
+end. Beside the socket ``look-PID.sock`` lie
 
 - ``look-PID.json``: the names of the workers, for when the process does not answer;
 - ``look-PID.stacks``: where `faulthandler` writes the stacks of all threads when the process gets `SIGNAL`, also while
@@ -18,6 +19,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -38,15 +40,19 @@ from .making import report_of
 from .memo import memo
 from .report import LONGEST_QUESTION, Answer, Look, LookAround, Question, Refused, Reports, Stacks, Text
 from .stacks import all_stacks
+from .stalls import StallWatch
 
 _NAME = "endpoint"
 #: Of the real-time signals, which no system service and few programs use, the last but one.
 SIGNAL = int(signal.SIGRTMAX) - 1
-#: Seconds for a question to come and for its answer to be taken.
+#: Seconds for a question to come, and for its answer to be taken.
 _PATIENCE = 2.0
+#: So many questions are answered at a time; further ones wait.
+_MOST_AT_ONCE = 32
 _BACKLOG = 64
-#: Questions that wait for other members are answered in threads of their own, so many at a time.
-_MOST_WAITING = 8
+_PAUSE = 0.1
+#: Of these so many may wait for other members.
+_MOST_ASKING = 8
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 
 
@@ -56,6 +62,10 @@ def accompany(node: Node, stack: AsyncExitStack) -> None:
     assert isinstance(endpoint, Endpoint), "nothing else has that name"
     endpoint.enter(node)
     stack.callback(endpoint.leave, node)
+    if node.engine.options.stall_warning:
+        watch = StallWatch(node, node.engine.options.stall_warning)
+        watch.start()
+        stack.callback(watch.stop)
 
 
 class Endpoint:
@@ -68,7 +78,8 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._files: list[Path] = []
         self._stacks: TextIO | None = None
-        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._answering = threading.Semaphore(_MOST_AT_ONCE)
+        self._asking = threading.Semaphore(_MOST_ASKING)
 
     def enter(self, node: Node) -> None:
         """A worker of this process has joined. A directory that cannot be written is logged, and ends nothing."""
@@ -139,9 +150,10 @@ class Endpoint:
 
     def _close(self) -> threading.Thread | None:
         """Returns the thread, which ends now."""
-        if self._socket is not None:
+        listening, self._socket = self._socket, None
+        if listening is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         if self._stacks is not None:
             faulthandler.unregister(SIGNAL)
             self._stacks.close()
@@ -149,7 +161,7 @@ class Endpoint:
         for path in self._files:
             path.unlink(missing_ok=True)
         thread = self._thread
-        self._socket, self._stacks, self._thread, self._files = None, None, None, []
+        self._stacks, self._thread, self._files = None, None, []
         return thread
 
     # --- answering; in the thread -------------------------------------------------------------------------------------
@@ -159,32 +171,40 @@ class Endpoint:
             while True:
                 try:
                     connection, _ = listening.accept()
-                except OSError:  # it was shut down
-                    return
+                except OSError:  # it was shut down, or the process has too many files open
+                    if self._socket is not listening:
+                        return
+                    time.sleep(_PAUSE)
+                    continue
+                self._answering.acquire()
                 try:
-                    connection.settimeout(_PATIENCE)
-                    self._take(connection)
-                except Exception as error:
+                    daemon(self._take, connection, name="aiorpc-endpoint-answers").start()
+                except RuntimeError:  # no thread can be started
+                    self._answering.release()
                     connection.close()
-                    foreign.log_error(logger, 10, error, "a question from outside could not be answered")
 
     def _take(self, connection: socket.socket) -> None:
-        """Answer one question, here or in a thread of its own."""
-        question = receive_question(connection)
-        if isinstance(question, Look):
-            _answer(connection, lambda: _reports(self._nodes, question))
-        elif isinstance(question, Stacks) and not question.member:
-            _answer(connection, lambda: Text(all_stacks(self._nodes)))
-        elif self._waiting.acquire(blocking=False):
-            daemon(self._wait_for, connection, question, name="aiorpc-endpoint-asks").start()
-        else:
-            _answer(connection, lambda: Refused(f"{_MOST_WAITING} others are asking this process; ask again later"))
-
-    def _wait_for(self, connection: socket.socket, question: LookAround | Stacks) -> None:
+        """Answer one question."""
         try:
-            _answer(connection, lambda: self._ask(question))
+            with connection:
+                question = receive_question(connection)
+                if isinstance(question, Look):
+                    _answer(connection, lambda: _reports(self._nodes, question))
+                elif isinstance(question, Stacks) and not question.member:
+                    _answer(connection, lambda: Text(all_stacks(self._nodes)))
+                elif self._asking.acquire(blocking=False):
+                    try:
+                        _answer(connection, lambda: self._ask(question))
+                    finally:
+                        self._asking.release()
+                else:
+                    _answer(connection, lambda: Refused(f"{_MOST_ASKING} others ask this process; ask again later"))
+        except (OSError, ValueError, msgspec.DecodeError):  # who asks has gone, or is none of ours
+            pass
+        except Exception as error:
+            foreign.log_error(logger, 10, error, "a question from outside could not be answered")
         finally:
-            self._waiting.release()
+            self._answering.release()
 
     def _ask(self, question: LookAround | Stacks) -> Answer:
         node = next((each for each in self._nodes if each.engine.name == question.worker), None)
@@ -199,16 +219,17 @@ def _reports(nodes: list[Node], question: Look) -> Reports:
 
 def receive_question(connection: socket.socket) -> Question:
     """Read a question. OSError if it does not come, ValueError if it is none."""
-    head = _receive(connection, 4)
-    size: int = struct.unpack("!I", head)[0]
+    until = time.monotonic() + _PATIENCE
+    size: int = struct.unpack("!I", _receive(connection, 4, until))[0]
     if size > LONGEST_QUESTION:
         raise ValueError(f"a question of {size} bytes")
-    return _QUESTIONS.decode(_receive(connection, size))
+    return _QUESTIONS.decode(_receive(connection, size, until))
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
     data = b""
     while len(data) < size:
+        connection.settimeout(max(0.001, until - time.monotonic()))
         more = connection.recv(size - len(data))
         if not more:
             raise ConnectionResetError("the question is not complete")
@@ -217,10 +238,10 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _answer(connection: socket.socket, make: Callable[[], Answer]) -> None:
-    with connection:
-        try:
-            answer = make()
-        except (RpcError, WorkerClosed) as error:
-            answer = Refused(foreign.said(error))
-        data = msgspec.msgpack.encode(answer)
-        connection.sendall(struct.pack("!I", len(data)) + data)
+    try:
+        answer = make()
+    except (RpcError, WorkerClosed) as error:
+        answer = Refused(foreign.said(error))
+    data = msgspec.msgpack.encode(answer)
+    connection.settimeout(_PATIENCE)  # for all of it
+    connection.sendall(struct.pack("!I", len(data)) + data)

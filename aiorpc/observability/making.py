@@ -13,6 +13,7 @@ from .. import _version
 from ..channels import Traffic
 from ..channels.inline import Inline
 from ..protocol.identity import WorkerRecord, legible
+from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
@@ -48,7 +49,7 @@ def report_of(node: Node, *, tally: bool = False, log: bool = False) -> WorkerRe
         name=engine.name,
         id=engine.id,
         role=engine.record.role,
-        mark=_mark(engine.record),
+        mark=mark_of(engine.record),
         init_method=node.worker.init_method,
         dynamic=node.rendezvous.dynamic,
         state=engine.lifetime.state.value,
@@ -114,8 +115,11 @@ def _loop(node: Node) -> SeenLoop:
 
 def _members(node: Node) -> list[SeenMember]:
     found = {node.engine.name: _member(node.engine.record, "itself")}
+    lost = node.group.lost
     for peer in node.peers.all():
-        if peer.record is not None and peer.name not in found:
+        if peer.record is None or (peer.state is PeerState.GONE and peer.record.id not in lost):
+            continue  # it has left
+        if peer.name not in found:
             found[peer.name] = _member(peer.record, peer.state.value)
         if peer.name in found and peer.connection is not None:
             _add_traffic(found[peer.name], peer)
@@ -126,7 +130,7 @@ def _members(node: Node) -> list[SeenMember]:
     for link in list(node.links.all()):
         if link.record.name in found:
             _add_apart(found[link.record.name], link.distribution.traffic())
-    for info in list(node.group.lost.values()):
+    for info in list(lost.values()):
         known = found.setdefault(info.name, SeenMember(info.name, info.id))
         if known.id == info.id:  # and not another one in its place
             known.state = "lost"
@@ -134,10 +138,11 @@ def _members(node: Node) -> list[SeenMember]:
 
 
 def _member(record: WorkerRecord, state: str) -> SeenMember:
-    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, _mark(record))
+    return SeenMember(record.name, record.id, record.role, record.hostname, record.pid, state, mark_of(record))
 
 
-def _mark(record: WorkerRecord) -> str:
+def mark_of(record: WorkerRecord) -> str:
+    """Of this life of a worker, as in reports."""
     return record.incarnation[:12]
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from .reader import SIGNAL, Process, SeenGroup, processes
+from . import reader
+from .reader import SIGNAL, CannotLook, Process, SeenGroup
 
 #: Seconds for one of these to answer.
 _PATIENCE = 2.0
@@ -79,10 +80,30 @@ def look(process: Process) -> Outside:
     return _spied(process) or _dumped(process) or Outside()
 
 
+def stacks(name: str) -> str:
+    """As `reader.stacks`, and of a process of this host that does not answer what can be seen of its threads.
+
+    CannotLook if there is no such worker, or its stacks are not available.
+    """
+    group = reader.group_of(name)
+    try:
+        return reader.stacks(name)
+    except CannotLook as error:
+        process = reader.process_of(name, group)
+        seen = Outside() if process is None else look(process)
+        if not seen.threads:
+            tools = "" if process is None else " (py-spy is not installed or not permitted; faulthandler has no answer)"
+            raise CannotLook(f"the stacks of worker {name!r} are not available{tools}: {error}", error.how) from None
+        return (
+            f"worker {name!r} does not answer: {error}\n"
+            f"the stacks of its threads, by {seen.by}, innermost line first:\n\n{seen.text}"
+        )
+
+
 def add_places(group: SeenGroup) -> None:
     """Set `stands_at` of the members of this host that do not answer."""
     silent = {each.pid for each in group.unseen if each.how == "silent"}
-    for process in processes() if silent else ():
+    for process in reader.processes() if silent else ():
         if process.pid in silent:
             seen = look(process)
             for each in group.unseen:

@@ -139,8 +139,7 @@ def ask(process: Process, question: Question, patience: float = PATIENCE) -> Ans
         raise CannotLook(f"process {process.pid} is {stands}{by}", stands)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(patience)
-            connection.connect(str(process.base.with_suffix(".sock")))
+            _connect(connection, process, until)
             data = msgspec.msgpack.encode(question)
             connection.sendall(struct.pack("!I", len(data)) + data)
             size: int = struct.unpack("!I", _receive(connection, 4, until))[0]
@@ -155,6 +154,18 @@ def ask(process: Process, question: Question, patience: float = PATIENCE) -> Ans
         ) from None
     except (OSError, msgspec.DecodeError, struct.error) as error:
         raise CannotLook(f"process {process.pid} cannot be asked: {error}") from None
+
+
+def _connect(connection: socket.socket, process: Process, until: float) -> None:
+    """Connect to its endpoint. TimeoutError if that has too many connections for all the time."""
+    while True:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        try:
+            return connection.connect(str(process.base.with_suffix(".sock")))
+        except BlockingIOError:  # its backlog is full
+            if time.monotonic() > until:
+                raise TimeoutError from None
+            time.sleep(0.01)
 
 
 def _receive(connection: socket.socket, size: int, until: float) -> bytes:
@@ -207,6 +218,8 @@ def groups(*, far: bool = True, question: Look | None = None) -> list[SeenGroup]
         by_pid = {process.pid: process for process in found}
         for group in seen:
             _look_around(group, by_pid, question)
+    for group in seen:
+        group.reports.sort(key=lambda report: report.id)
     return sorted(seen, key=lambda group: group.names)
 
 
@@ -328,10 +341,10 @@ def _ask_far(group: SeenGroup, name: str) -> Answer:
     return Refused(why)
 
 
-def looks(name: str | None = None, pauses: Sequence[float] = PAUSES) -> list[SeenGroup]:
-    """A group at several moments: some troubles are seen by what has not changed. CannotLook as `group_of`."""
-    found = [group_of(name)]
+def looks(find: Callable[[], SeenGroup], pauses: Sequence[float] = PAUSES) -> list[SeenGroup]:
+    """A group at several moments: some troubles are seen by what has not changed. find: as `group_of`."""
+    found = [find()]
     for pause in pauses:
         time.sleep(pause)
-        found.append(group_of(name))
+        found.append(find())
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import linecache
 import opcode
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any
 
 from ..runtime.calls.current import ServedCall
@@ -163,8 +164,11 @@ def _awaited(coroutine: Any) -> Iterator[_Place]:
     """The frames of a coroutine and of what it awaits, outermost first."""
     while coroutine is not None:
         kind = next((each for each in ("cr", "gi", "ag") if hasattr(coroutine, f"{each}_frame")), None)
-        if kind is None:
-            return
+        if kind is None:  # a step of an asynchronous generator does not tell of which one
+            steps = type(coroutine).__name__ in ("async_generator_asend", "async_generator_athrow")
+            of = (each for each in gc.get_referents(coroutine) if isinstance(each, AsyncGeneratorType))
+            coroutine = next(of, None) if steps else None
+            continue
         frame: FrameType | None = getattr(coroutine, f"{kind}_frame")
         if frame is not None:
             yield frame.f_code, frame.f_lineno

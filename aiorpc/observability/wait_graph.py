@@ -9,6 +9,7 @@ other one runs there that could hold the lock. Only calls that stand where they 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from .reader import SeenGroup
 from .report import SeenCall
 
+#: Lines of modules of the standard library in which one waits.
+_WAITS = re.compile(r"/(asyncio/\w+|concurrent/futures/\w+|threading|queue|selectors|subprocess|socket)\.py:\d+ in ")
 #: Of the calls that one program or handler waits for, so many lines are drawn.
 _MOST_DRAWN = 20
 
@@ -68,8 +71,7 @@ def build(group: SeenGroup) -> WaitGraph:
     for report in group.reports:
         lost = {each.name for each in report.members if each.state == "lost"}
         for call in report.calls:
-            at_queue = call.part_of is not None and call.part_of[0] == "queue"
-            if call.side != "made" or (call.own and not at_queue):
+            if call.side != "made" or call.own:
                 continue
             source = WaitNode(report.name, *call.parent) if call.parent else WaitNode(report.name)
             target = WaitNode(call.worker, call.caller, call.call_id)
@@ -83,7 +85,7 @@ def build(group: SeenGroup) -> WaitGraph:
 
 
 def _why(call: SeenCall, lost: set[str], unseen: dict[str, str]) -> str:
-    if call.own and call.part_of is not None:
+    if call.part_of is not None and call.part_of[0] == "queue":
         return f"it waits at queue {call.part_of[1]!r} for an item or for room"
     if call.worker in lost:
         return f"worker {call.worker!r} is lost"
@@ -271,20 +273,17 @@ def _made(call: SeenCall) -> str:
 def _standing(call: SeenCall) -> str:
     if call.state == "queued":
         return "it is queued: it waits for a thread"
+    if call.kind == "stream" and not (call.stands_at and not _WAITS.search(place_of(call))):
+        return "it makes items, or waits until they are taken"
     if not call.stands_at:
         return "it is running"
     return f"it {'waits for a lock' if call.at_lock else 'stands'} at {place_of(call)}"
 
 
 def place_of(call: SeenCall) -> str:
-    """The innermost line of a handler, without those of the lock at which it stands; empty if that is not known."""
+    """The innermost line of a handler outside of what it waits in, as `asyncio.sleep`; empty if it is not known."""
     at = call.stands_at[0] if call.stands_at else ""
-    return next((line for line in call.stands_at if not _is_of_locks(line)), at) if call.at_lock else at
-
-
-def _is_of_locks(line: str) -> bool:
-    path = line.rpartition(":")[0]
-    return path.endswith(("/threading.py", "/asyncio/locks.py"))
+    return next((line for line in call.stands_at if not _WAITS.search(line)), at)
 
 
 def _short(line: str) -> str:

@@ -67,6 +67,7 @@ def shown(trouble: str, command: str) -> list[str]:
 def same(text: str) -> str:
     """A line without what differs from run to run, or from machine to machine: numbers, and folders of files."""
     text = re.sub(r"(?<![\w'])/[^ :]*/", "", re.sub(r"(tests\.observability\.)?troubles:", "", text))
+    text = text.replace("ended by signal 9 (SIGKILL)", "has ended")  # not every process may ask how another one ended
     return re.sub(r"\d+(\.\d+)?", "N", text).strip()
 
 

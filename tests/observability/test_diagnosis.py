@@ -201,4 +201,4 @@ def test_text_and_json_have_the_same_findings() -> None:
     decoded = msgspec.json.decode(as_json(found, seen[-1]))
     assert [each["kind"] for each in decoded["findings"]] == ["deadlock"]
     assert decoded["members"] == ["a", "b", "driver", "far"] and decoded["unseen"][0]["name"] == "far"
-    assert as_text([], seen[0]) == "nothing found: 3 workers, 4 calls under way, the oldest since 3.0 s"
+    assert as_text([], seen[0]) == "nothing found (workers: 3, calls under way: 4, the oldest since 3.0 s)"

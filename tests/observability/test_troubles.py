@@ -16,8 +16,11 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.observability import reader
+from aiorpc.testing import cluster
+from tests.cuts import cut
 from tests.limits import busy
 from tests.processes.workers import Children, group, until
+from tests.runtime.test_resumption import TCP, away
 
 from . import troubles
 from .commands import Ran, aiorpc, check_page, lines_of, path_with_py_spy, path_without_py_spy
@@ -156,7 +159,7 @@ async def test_a_process_that_was_stopped(tmp_path: Path) -> None:
             children["w1"].kill(signal.SIGCONT)
     assert (ran.code, found["kind"], found["worker"]) == (1, "stopped process", "w1")
     assert (stacks.code, spied.code) == (1, 0)
-    assert "is stopped, by SIGSTOP" in stacks.out and "stacks: not available" in stacks.out
+    assert "is stopped, by SIGSTOP" in stacks.out and "the stacks of worker 'w1' are not available" in stacks.out
     assert "by py-spy" in spied.out and "in serve" in spied.out
     check_page("stopped process", "diagnose", text.out)
 
@@ -249,6 +252,22 @@ async def test_threads_that_are_all_taken() -> None:
     check_page("overload", "diagnose", text.out)
 
 
+async def test_a_connection_that_is_broken() -> None:
+    """Named until it is made again."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=60.0)) as workers:
+        assert await workers[0].call("worker1", abs, -3) == 3
+        calm = await aiorpc("diagnose")
+        with away():
+            cut()
+            await until(lambda: all(each.statistics().connections_suspended for each in workers))
+            ran, found = await found_alone()
+        assert await workers[0].call("worker1", abs, -3) == 3
+        after = await aiorpc("diagnose")
+    assert (calm.code, after.code) == (0, 0)
+    assert (ran.code, found["kind"], found["worker"]) == (1, "lost line", "worker1")
+    assert found["workers"] == ["worker0", "worker1"]
+
+
 async def test_a_busy_group_has_no_troubles() -> None:
     """Nested calls under locks, streams, queues, weights and large tensors: nothing is found, at any look."""
     async with members(4, num_worker_threads=4):
@@ -256,8 +275,10 @@ async def test_a_busy_group_has_no_troubles() -> None:
         try:
             for _ in range(4):
                 ran = await aiorpc("diagnose", "--waiting", "5")
-                assert (ran.code, ran.out.startswith("nothing found: 4 workers")) == (0, True), ran
-                assert not (await aiorpc("wait-graph", "--mermaid")).code
+                assert (ran.code, ran.out.startswith("nothing found (workers: 4")) == (0, True), ran
+                drawn = await aiorpc("wait-graph")
+                assert drawn.code == 0 and f"{troubles.__name__}:" in drawn.out
+                assert not busy_calls.done()
         finally:
             busy_calls.cancel()
             await asyncio.gather(busy_calls, return_exceptions=True)

@@ -92,7 +92,7 @@ def test_the_drawing_goes_from_programs_to_the_innermost_handlers() -> None:
 def test_the_drawing_says_why_a_call_is_not_served() -> None:
     """Its worker is lost, cannot be looked at, or is not there yet; or the call waits at a queue."""
     queued = made("a", "b", 4)
-    queued.own, queued.part_of = True, ("queue", "samples")
+    queued.part_of = ("queue", "samples")
     connecting = made("a", "new", 3)
     connecting.state = "connecting"
     seen = group(made("a", "dead", 1), made("a", "far", 2), connecting, queued, lost=("dead",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -67,6 +68,15 @@ async def count(most: int) -> AsyncIterator[int]:
     """A stream that its reader takes slowly."""
     for number in range(most):
         yield number
+
+
+def fork(seconds: float) -> int:
+    """Fork a process that lives for a while."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os._exit(0)
+    return child
 
 
 def size_of(value: torch.Tensor) -> int:

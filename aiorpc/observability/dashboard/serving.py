@@ -170,18 +170,17 @@ def _has(group: SeenGroup, name: str, pid: int) -> bool:
 
 
 def _stacks(name: str, group: SeenGroup) -> str:
+    """Of that group's worker: another group here may have one of its name."""
     process = reader.process_of(name, group)
     try:
-        if process is None:  # a member elsewhere
-            return reader.stacks(name)
+        if process is None:
+            return outside.stacks(name)
         answer = reader.ask(process, Stacks())
         return answer.text if isinstance(answer, Text) else str(answer)
     except CannotLook as error:
         seen = outside.Outside() if process is None else outside.look(process)
-        by = (
-            f"\n\nthe stacks of its threads, by {seen.by}, innermost line first:\n\n{seen.text}" if seen.threads else ""
-        )
-        return f"{error}{by}"
+        by = f"the stacks of its threads, by {seen.by}, innermost line first:\n\n{seen.text}" if seen.threads else ""
+        return f"{error}\n\n{by}"
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
