@@ -372,12 +372,15 @@ async def test_other_hosts_are_served_with_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_group_does_not_suffer_from_it() -> None:
-    """A dashboard that is killed while it looks ends no call; readers that stand still take no memory of it."""
+    """A dashboard that is stopped or killed while it looks ends no call, and leaves no thread behind."""
     async with cluster(2) as (a, _):
         for _ in range(2):
             with served("--port", "0") as (url, process):
                 async with live(url) as messages:
                     await anext(messages)
+                    for _ in range(50):
+                        assert await a.call("worker1", abs, -1) == 1
+                    process.send_signal(signal.SIGSTOP)
                     for _ in range(50):
                         assert await a.call("worker1", abs, -1) == 1
                     process.kill()
