@@ -57,7 +57,7 @@ def ask(node: Node, question: LookAround | Stacks) -> Answer:
             data = call.wait(max(0.0, until - time.monotonic()))
             answer.reports.append(msgspec.msgpack.decode(data, type=WorkerReport))
         except (RpcError, msgspec.DecodeError, TypeError) as error:
-            how = "silent" if isinstance(error, RpcTimeout) else ""
+            how = "unanswered" if isinstance(error, RpcTimeout) else ""
             answer.unseen.append(Unseen(name, why=foreign.said(error), how=how))
     return answer
 

@@ -23,6 +23,7 @@ Kind = Literal[
     "blocked loop",
     "interpreter lock",
     "stopped process",
+    "no answer",
     "stalled reader",
     "overload",
     "growing queue",
@@ -174,11 +175,14 @@ def _silent(seen: _Looks) -> Iterator[Finding]:
             at = each.stands_at[0] if each.stands_at else ""
             text = f"worker {each.name!r} does not answer: {each.why}{stands}"
             yield Finding("interpreter lock", each.name, text, line=at)
+        elif each.how == "unanswered":
+            text = f"worker {each.name!r}, process {each.pid} on {each.hostname}, does not answer: {each.why}"
+            yield Finding("no answer", each.name, text)
 
 
 def _stalled_readers(seen: _Looks, report: WorkerReport) -> Iterator[Finding]:
-    """Bytes wait for a worker, and none has gone to it."""
-    reports = seen.of(report)
+    """Bytes wait for a worker, and none has gone to it, although the loop that sends them runs."""
+    reports = [] if report.loop.silent else seen.of(report)
     for member in report.members:
         looks = [each for then in reports for each in then.members if each.mark == member.mark]
         if len(looks) < len(reports) or not looks or not all(each.unsent for each in looks):

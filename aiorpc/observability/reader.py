@@ -279,7 +279,7 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
         return
     wanted = list(members)
     refused: dict[str, Unseen] = {}
-    for report in list(group.reports):
+    for report in sorted(group.reports, key=lambda report: report.loop.silent):
         process = processes.get(report.pid)
         if process is None or not wanted:
             continue
@@ -291,6 +291,8 @@ def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look
         if isinstance(answer, Reports):
             group.reports.extend(answer.reports)
             refused |= {each.name: each for each in answer.unseen}
+            for each in answer.unseen if report.loop.silent else ():
+                each.how = ""  # it may have answered: who asked stands still itself
             # Another member may have the right to ask; one that does not answer would answer no other member.
             wanted = [each.name for each in answer.unseen if not each.how]
     for name in [each for each in members if each not in group.names]:

@@ -177,9 +177,9 @@ class WorkerReport(msgspec.Struct, omit_defaults=True):
 
 
 class Unseen(msgspec.Struct, omit_defaults=True):
-    """A worker of which there is no report. why: a sentence. how: "stopped" by a signal, "silent" if it does not
-    answer, or "" if it cannot be asked or does not permit it. stands_at: where threads of a silent process stand, if
-    that was asked."""
+    """A worker of which there is no report. why: a sentence. how: "stopped" by a signal; "silent" if its
+    process, of this host, does not answer; "unanswered" if it does not answer a member that asked it; or "" if it
+    cannot be asked or does not permit it. stands_at: where threads of a silent process stand, if that was asked."""
 
     name: str = ""
     pid: int = 0

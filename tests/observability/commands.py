@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -68,7 +69,8 @@ def same(text: str) -> str:
     """A line without what differs from run to run, or from machine to machine: numbers, and folders of files."""
     text = re.sub(r"(?<![\w'])/[^ :]*/", "", re.sub(r"(tests\.observability\.)?troubles:", "", text))
     text = text.replace("ended by signal 9 (SIGKILL)", "has ended")  # not every process may ask how another one ended
-    return re.sub(r"\d+(\.\d+)?", "N", text).strip()
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "node", text)
+    return " ".join(re.sub(r"\d+(\.\d+)?", "N", text).split())
 
 
 def check_page(trouble: str, command: str, out: str) -> None:

@@ -152,6 +152,13 @@ def test_weights_are_stale_if_newer_ones_do_not_come(reader: SeenReader, found: 
     assert kinds(seen) == found and all(each.worker == "r" for each in seen)
 
 
+def test_a_worker_whose_own_loop_stands_tells_of_no_stalled_reader() -> None:
+    """Its loop does not send what waits."""
+    member = SeenMember("r", mark="r", state="ready", unsent=5000, sent=10)
+    report = WorkerReport("w", members=[member], loop=SeenLoop(silent=3.0))
+    assert kinds(findings(looks(one(report)))) == ["blocked loop"]
+
+
 def test_a_broken_line_and_a_lost_worker_have_what_was_seen() -> None:
     """A lost worker once, in the words of who knows most; not if it is back."""
     first = WorkerReport("a", made=100.0, members=[SeenMember("c", state="lost"), SeenMember("d", state="suspended")])
@@ -175,12 +182,15 @@ def test_in_a_free_group_a_loss_is_news_for_ten_minutes() -> None:
     assert findings(looks(one(report))) == []
 
 
-@pytest.mark.parametrize("how", ["stopped", "silent"])
+HOW = {"stopped": "stopped process", "silent": "interpreter lock", "unanswered": "no answer"}
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_process_that_has_not_answered_once_is_merely_slow(how: str) -> None:
     """It counts if it was so at all looks."""
     unseen = Unseen("w", 7, why="why", how=how, stands_at=["x.c:1 in f"])
     (found,) = findings([SeenGroup(unseen=[unseen])] * 3)
-    assert found.kind == ("stopped process" if how == "stopped" else "interpreter lock")
+    assert found.kind == HOW[how]
     assert findings([SeenGroup([WorkerReport("w")]), SeenGroup(unseen=[unseen])]) == []
     assert findings([SeenGroup(unseen=[Unseen("w", why="NotAllowed")])] * 2) == []
 

@@ -186,7 +186,7 @@ async def test_many_that_ask_for_others_at_once_are_told() -> None:
     told = [each for each in answers if isinstance(each, Refused)]
     assert told and all("ask again later" in each.why for each in told)
     seen = [each for each in answers if isinstance(each, Reports)]
-    assert seen and all(each.unseen[0].how == "silent" for each in seen)
+    assert seen and all(each.unseen[0].how == "unanswered" for each in seen)
 
 
 async def test_a_process_without_that_worker_says_so() -> None:

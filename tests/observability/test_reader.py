@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,4 +216,19 @@ async def test_a_member_elsewhere_that_is_stopped_does_not_answer(
         await children["w1"].stop()
         found = await aiorpc("diagnose")
         children["w1"].kill(18)
-    assert found.code == 1 and "interpreter lock: worker 'w1' does not answer" in found.out
+    assert found.code == 1 and "no answer: worker 'w1', process" in found.out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_own_server")
+async def test_a_member_whose_own_loop_stands_says_nothing_of_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It cannot ask, so a member elsewhere is not found to be silent."""
+    async with with_member_elsewhere(monkeypatch, tmp_path):
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+        looking = asyncio.create_task(aiorpc("diagnose", "--json"))
+        await asyncio.sleep(0.05)  # it has started
+        time.sleep(12.0)  # noqa: ASYNC251
+        found = await looking
+    assert [each["kind"] for each in json.loads(found.out)["findings"]] in ([], ["blocked loop"])

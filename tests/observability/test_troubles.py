@@ -149,12 +149,14 @@ async def test_a_handler_that_holds_the_interpreter_lock(tool: str, tmp_path: Pa
 async def test_a_process_that_was_stopped(tmp_path: Path) -> None:
     """Named as stopped; its stacks come from py-spy alone, and are not available without it."""
     async with members(2) as children:
+        await until(lambda: len(reader.processes()) == 2)
         await children["w1"].stop()
         try:
             ran, found = await found_alone()
             text = await aiorpc("diagnose")
             stacks = await aiorpc("stacks", "w1", path=path_without_py_spy(tmp_path))
             spied = await aiorpc("stacks", "w1", path=path_with_py_spy())
+            listed = await aiorpc("ps")
         finally:
             children["w1"].kill(signal.SIGCONT)
     assert (ran.code, found["kind"], found["worker"]) == (1, "stopped process", "w1")
@@ -162,6 +164,7 @@ async def test_a_process_that_was_stopped(tmp_path: Path) -> None:
     assert "is stopped, by SIGSTOP" in stacks.out and "the stacks of worker 'w1' are not available" in stacks.out
     assert "by py-spy" in spied.out and "in serve" in spied.out
     check_page("stopped process", "diagnose", text.out)
+    check_page("stopped process", "ps", listed.out)
 
 
 async def test_a_process_that_was_killed() -> None:
