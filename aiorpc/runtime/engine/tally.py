@@ -17,12 +17,11 @@ from ...channels import Traffic
 from ...locks import Lock
 from ...protocol.states import CallOutcome
 
-#: Upper bounds of the buckets, in seconds: a call in one process takes 20 µs, and a blocked one the default timeout.
-BOUNDS = (
-    *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4),
-    *(1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-)
+#: Upper bounds of the buckets, in seconds: from 10 µs, each twice the one before, to 84 s. The bucket of a duration is
+#: the number of its bits, in tens of microseconds: to look it up in a table takes twice as long.
+BOUNDS = tuple(round(1e-5 * (1 << bits), 5) for bits in range(24))
+_PER_SECOND = 1e5
+_MOST_BITS = 64
 #: How many functions are counted by name, on each side, and how many other workers; the first that are met.
 MOST_FUNCTIONS, MOST_PEERS = 200, 200
 #: Stands for all others, and for a function whose name the served worker does not know.
@@ -39,8 +38,8 @@ Side = Literal["made", "served"]
 class Durations:
     """The durations of one side's calls. Any thread.
 
-    A row has a count for each bucket, one for all longer calls, and the sum of the seconds. Rows are added to without a
-    lock: no other thread gets between the bytecodes of a step, which contain no call.
+    A row has a count for each number of bits, and the sum of the seconds. Rows are added to without a lock: no other
+    thread gets between the bytecodes of a step, which contain no call.
     """
 
     def __init__(self) -> None:
@@ -49,10 +48,11 @@ class Durations:
 
     def add(self, function: str, outcome: CallOutcome, seconds: float) -> None:
         """A call of that function has ended."""
-        row = self._rows[outcome].get(function)
-        if row is None:
+        try:
+            row = self._rows[outcome][function]
+        except KeyError:
             row = self._row(function, outcome)
-        row[bisect_left(BOUNDS, seconds)] += 1
+        row[int(seconds * _PER_SECOND).bit_length()] += 1
         row[-1] += seconds
 
     def _row(self, function: str, outcome: CallOutcome) -> list[float]:
@@ -60,13 +60,14 @@ class Durations:
             function = OTHER
         else:
             self._named.add(function)
-        return self._rows[outcome].setdefault(function, [0.0] * (len(BOUNDS) + 2))
+        return self._rows[outcome].setdefault(function, [0] * _MOST_BITS + [0.0])
 
     def rows(self) -> Iterator[tuple[str, CallOutcome, list[float]]]:
-        """Function, outcome, and a copy of the row."""
+        """Function and outcome; the counts of the buckets, that of all longer calls, and the sum of the seconds."""
         for outcome, rows in self._rows.items():
             for function, row in list(rows.items()):
-                yield function, outcome, list(row)
+                *counts, total = list(row)
+                yield function, outcome, [*counts[: len(BOUNDS)], sum(counts[len(BOUNDS) :]), total]
 
 
 @dataclass
