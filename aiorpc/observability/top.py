@@ -32,9 +32,9 @@ Cell = str | Text
 class Top(App[None]):
     """Shows groups of this user on this host; looks at them anew again and again."""
 
-    TITLE = "aiorpc top"
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
+    TITLE: str | None = "aiorpc top"
+    ENABLE_COMMAND_PALETTE: ClassVar[bool] = False
+    CSS: ClassVar[str] = """
     Static { color: $text-muted; padding: 0 1; height: auto; }
     #trouble { color: $warning; }
     DataTable { height: auto; margin-bottom: 1; }
