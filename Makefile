@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong testmetrics test-newest fuzz chaos soak conformance lint format types check bench wheel \
+.PHONY: help demo test testlong testmetrics test-newest testpage live-shots fuzz chaos soak conformance lint format types check bench wheel \
 	docs docs-shots neighbours release-check hooks clean distclean
 
 help: ## list the targets
@@ -37,10 +37,10 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page" $(TEST_ARGS)
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "(long or random) and not prometheus" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "(long or random) and not prometheus and not page" $(TEST_ARGS)
 
 # Debian's package is installed where that can be done without a question.
 testmetrics: $(VENV)/.installed-test ## scrape workers with Prometheus, and try the Grafana board's queries (TEST_ARGS)
@@ -54,7 +54,10 @@ test-newest: ## run the quick tests with the newest release of every dependency 
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pip list
-	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus" $(TEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page" $(TEST_ARGS)
+
+testpage: $(VENV)/.installed-page /usr/bin/chromium ## test the page of the dashboard in a real browser (TEST_ARGS)
+	$(BIN)/python -m pytest -q -m page tests/observability $(TEST_ARGS)
 
 neighbours: $(VENV)/.installed-neighbours ## test with torchrl and starlette themselves (TEST_ARGS)
 	$(BIN)/python -m pytest -q tests/neighbours $(TEST_ARGS)
@@ -94,6 +97,9 @@ wheel: $(VENV)/.installed-dev ## build dist/*.whl
 docs: $(VENV)/.installed-docs ## build the site into build/docs; warnings, dead links and missing docstrings are errors
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html -d build/doctrees docs build/docs
 
+live-shots: $(VENV)/.installed-page /usr/bin/chromium ## take pictures of the dashboard and of top while a group runs
+	$(BIN)/python docs/_live_shots.py $(ARGS)
+
 docs-shots: docs ## take pictures of the site into build/shots, wide and narrow, light and dark (ARGS: pages)
 	$(BIN)/python docs/_screenshots.py $(ARGS)
 
@@ -113,6 +119,11 @@ clean: ## remove what was built, except .venv
 
 distclean: clean ## remove .venv too
 	rm -rf $(VENV)
+
+/usr/bin/chromium:
+	@test "$$(id -u)" = 0 || { echo "testpage wants Debian's Chromium; as root: apt-get install chromium" >&2; exit 1; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium
 
 # A .venv that somebody else made is used as it is; what it lacks is installed.
 $(BIN)/python:

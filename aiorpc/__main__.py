@@ -13,11 +13,13 @@ from types import ModuleType
 #: of the command that is run is imported: some need torch, whose import takes a second.
 COMMANDS = {
     "certificates": "make an authority and certificates of workers, for a test bed",
+    "dashboard": "serve a page that shows the groups of this user on this host",
     "diagnose": "say what is wrong with a group",
     "ps": "list the groups and workers of this user on this host",
     "record": "write what a group does for some seconds on one time axis",
     "stacks": "print the stacks of all threads and tasks of a worker",
     "store": "serve a store where workers meet, which outlives all of them",
+    "top": "show the workers of a group, their calls and their traffic, live in the terminal",
     "wait-graph": "draw who waits for whom in a group",
 }
 

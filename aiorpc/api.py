@@ -40,6 +40,7 @@ def init(
     options: RpcBackendOptions | None = None,
     store: Store | None = None,
     role: str = "",
+    progress: bool = False,
 ) -> Worker:
     """A worker that joins when it is awaited, or joins and leaves with ``async with``, on the running loop.
 
@@ -51,15 +52,24 @@ def init(
     store: a torch Store to meet at, in place of `init_method`.
     role: the role of this worker, by which the option ``allow`` of others decides what this worker may call. Letters as
         in `name`.
+    progress: whether to show, in a terminal or a notebook, that it joins, and how many of how many members have come.
+        Needs rich or tqdm.
 
-    Raised here: RpcUsageError for an invalid name, role, options or store.
+    Raised here: RpcUsageError for an invalid name, role, options or store, and for progress without either package.
 
     Raised by joining: RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for invalid devices or device maps; RpcUsageError for an invalid rank, size or
     init_method.
     """
     return Worker(
-        name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store, role=role
+        name,
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        options=options,
+        store=store,
+        role=role,
+        progress=progress,
     )
 
 
@@ -142,6 +152,7 @@ def group(
     retries: int = 0,
     backoff: float | tuple[float, float] = Backoff(),
     idempotent: bool = False,
+    progress: bool = False,
 ) -> PeerGroup:
     """Several workers, to be called together: a list of workers, or all that fit a pattern or a role.
 
@@ -151,6 +162,8 @@ def group(
     quorum: how many values are enough for `PeerGroup.call`, as a number, or as a share of the members above 0 and up to
         1.0. None waits for all.
     timeout, wait, retries, backoff, idempotent: as of `peer`, for the call to each member.
+    progress: whether `PeerGroup.call` shows, in a terminal or a notebook, how many outcomes have come. Needs rich or
+        tqdm.
 
     Members by pattern or role are the workers that live at the time of each call, by id; this worker is among them if
     it fits.
@@ -167,6 +180,7 @@ def group(
         retries=retries,
         backoff=backoff,
         idempotent=idempotent,
+        progress=progress,
     )
 
 

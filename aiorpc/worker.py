@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 from torch.distributed import Store
 
+from . import progress as bars
 from . import queues
 from ._typing import Function, Items, Later, P, T
 from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
 from .futures import Future
+from .notebooks import html_table
 from .observability.endpoint import Visibility
 from .observability.metrics import Metrics
 from .observability.recorder import Recording
@@ -57,6 +59,9 @@ from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references import rref
 from .runtime.statistics import Statistics, collect
 
+#: Of the calls under way a notebook shows so many.
+_SHOWN_CALLS = 20
+
 
 class _Coming(RewordedFuture):
     """The WorkerInfo of a worker, once a call to it has been answered."""
@@ -89,8 +94,10 @@ class Worker:
         accelerator: Accelerator | None = None,
         hooks: Hooks | None = None,
         role: str = "",
+        progress: bool = False,
     ) -> None:
         """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any."""
+        self._progress = bars.check(progress)
         self.name: str = check_name(name)
         self.role: str = check_role(role)
         if options is not None and not isinstance(options, RpcBackendOptions):
@@ -185,6 +192,18 @@ class Worker:
         not joined."""
         return self._node.metrics_address or None
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and the calls under way, the oldest first."""
+        node, state = self._lifecycle.node, self.state.value
+        title = f"worker {self.name}" + (f", role {self.role}" if self.role else "")
+        if node is None or self.closed:
+            return html_table(f"{title}: {state}", (), ())
+        place = self.init_method if node.rendezvous.dynamic else f"{node.rendezvous.world_size} workers"
+        title += f": {state}, id {self.id}, {len(node.group.live())} members, {place}"
+        calls = sorted(self.pending_calls(), key=lambda call: -call.seconds)[:_SHOWN_CALLS]
+        rows = [(call.direction, call.worker, call.function, f"{call.seconds:.1f} s", call.made_at) for call in calls]
+        return html_table(title, ("call", "worker", "function", "under way", "made at"), rows)
+
     def __repr__(self) -> str:
         return f"<aiorpc.Worker {self.name!r} {self.state.value}>"
 
@@ -203,6 +222,13 @@ class Worker:
         Raised here: RendezvousError within ``rpc_timeout`` seconds when the group cannot be formed; RpcUsageError if it
         was started before; WorkerClosed if it is shut down before it has joined.
         """
+        if not self._progress:
+            return await self._start()
+        with bars.begin(f"{self.name} joins") as bar:
+            self._lifecycle.tell = bar.show
+            return await self._start()
+
+    async def _start(self) -> Worker:
         if not self.options.dedicated_loop:
             self._lifecycle.begin()
             await self._lifecycle.join()
@@ -285,12 +311,14 @@ class Worker:
         retries: int = 0,
         backoff: float | tuple[float, float] = Backoff(),
         idempotent: bool = False,
+        progress: bool = False,
     ) -> PeerGroup:
         """Several workers, to be called together, with options for these calls. See `aiorpc.group`."""
         node = self._node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         retry = retry_options(wait, retries, backoff, idempotent)
-        return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
+        options = GroupOptions(limit, check_quorum(quorum), retry, bars.check(progress))
+        return PeerGroup(node, make_members(node, to, role), options)
 
     def serve(self, name: str, value: object, *, replace: bool = False) -> ServedObject:
         """Let other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""

@@ -23,12 +23,12 @@ from .stacks import all_stacks
 
 @system
 @inline
-def report() -> bytes:
-    """Handler: this worker's report, as MessagePack."""
+def report(tally: bool = False, log: bool = False) -> bytes:
+    """Handler: this worker's report, as MessagePack. tally, log: as of `Look`."""
     node, call = serving()
     if call.permits is not None:
         call.permits.check_callable(report)
-    return msgspec.msgpack.encode(report_of(node))
+    return msgspec.msgpack.encode(report_of(node, tally=tally, log=log))
 
 
 @system
@@ -50,7 +50,8 @@ def ask(node: Node, question: LookAround | Stacks) -> Answer:
             return Refused(foreign.said(error))
     until = time.monotonic() + question.patience
     answer = Reports()
-    calls = {name: _call(node, name, report, question.patience) for name in question.members}
+    wanted = question.tally, question.log
+    calls = {name: _call(node, name, report, question.patience, wanted) for name in question.members}
     for name, call in calls.items():
         try:
             data = call.wait(max(0.0, until - time.monotonic()))
@@ -61,10 +62,12 @@ def ask(node: Node, question: LookAround | Stacks) -> Answer:
     return answer
 
 
-def _call(node: Node, name: str, function: Callable[[], object], timeout: float) -> Future[bytes]:
+def _call(
+    node: Node, name: str, function: Callable[..., object], timeout: float, args: tuple[bool, ...] = ()
+) -> Future[bytes]:
     call: Future[bytes]
     try:
-        call = node.peers.find(name).call(function, (), None, timeout, system=True)
+        call = node.peers.find(name).call(function, args, None, timeout, system=True)
     except RpcError as error:
         call = Future()
         call._settle(None, error)

@@ -36,8 +36,10 @@ from ..logs import logger
 from ..runtime.node import Node, registry
 from ..threads import daemon
 from ..transport import sockets
+from ..undoing import on_error
 from .asked import ask
 from .making import report_of
+from .memo import Memo, memo
 from .recorder import record_group
 from .report import (
     LONGEST_QUESTION,
@@ -116,6 +118,7 @@ class Endpoint:
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
+        self._memo: Memo | None = None
         self._names: int = 0
         self._stacks: int = 0
         self._answering = threading.Semaphore(_MOST_AT_ONCE)
@@ -148,6 +151,8 @@ class Endpoint:
         """See `Shared`."""
         if self._socket is not None:
             self._socket.close()
+        if self._memo is not None:
+            self._memo.close()
         self._close_files()
 
     # --- opening and closing; under the lock --------------------------------------------------------------------------
@@ -157,6 +162,8 @@ class Endpoint:
         for path in directory.glob(f"look-{os.getpid()}-*.sock"):  # of an earlier process with this number
             path.unlink(missing_ok=True)
         try:
+            self._memo = memo()
+            self._memo.open()
             self._names = os.memfd_create("aiorpc-names")
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
                 self._stacks = os.memfd_create("aiorpc-stacks")
@@ -167,8 +174,9 @@ class Endpoint:
             # It gets its name only when it listens: see `sockets.listen_unix`.
             unready = self._path.with_suffix(".made")
             self._socket.bind(str(unready))
-            self._socket.listen(_BACKLOG)
-            unready.rename(self._path)
+            with on_error(unready.unlink):
+                self._socket.listen(_BACKLOG)
+                unready.rename(self._path)
         except OSError:
             self._close()
             raise
@@ -190,6 +198,8 @@ class Endpoint:
         elif listening is not None:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._memo is not None:
+            self._memo.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         self._close_files()
@@ -229,7 +239,7 @@ class Endpoint:
             with connection:
                 question = receive_question(connection)
                 if isinstance(question, Look):
-                    _answer(connection, lambda: Reports([report_of(each) for each in self._nodes]))
+                    _answer(connection, lambda: _reports(self._nodes, question))
                 elif isinstance(question, Stacks) and not question.member:
                     _answer(connection, lambda: Text(all_stacks(self._nodes)))
                 elif self._asking.acquire(blocking=False):
@@ -277,6 +287,10 @@ def _is_closed(connection: socket.socket) -> bool:
     with contextlib.suppress(BlockingIOError):
         return not connection.recv(1, socket.MSG_PEEK)
     return False
+
+
+def _reports(nodes: list[Node], question: Look) -> Reports:
+    return Reports([report_of(each, tally=question.tally, log=question.log) for each in nodes])
 
 
 def receive_question(connection: socket.socket) -> Question:

@@ -10,15 +10,20 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from .. import _version
+from ..channels import Traffic
+from ..channels.inline import Inline
 from ..protocol.identity import WorkerRecord, legible
 from ..protocol.states import PeerState
 from ..queues.served import ServedQueue
 from ..runtime.callee.service import Service
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.current import ServedCall
+from ..runtime.engine.tally import BOUNDS
 from ..runtime.node import Node
 from ..runtime.statistics import Statistics, collect
 from ..sites import describe_site
+from .counting import counted
+from .memo import memo
 from .report import (
     SeenCall,
     SeenEvent,
@@ -36,8 +41,8 @@ from .stacks import stack_of_call, stack_of_step, stands_at_lock
 _MOST = 1000
 
 
-def report_of(node: Node) -> WorkerReport:
-    """What one sees of that worker now."""
+def report_of(node: Node, *, tally: bool = False, log: bool = False) -> WorkerReport:
+    """What one sees of that worker now. tally, log: as of `Look`."""
     engine, now = node.engine, time.monotonic()
     statistics = collect(node)
     return WorkerReport(
@@ -54,6 +59,7 @@ def report_of(node: Node) -> WorkerReport:
         made=time.time(),
         uptime=now - engine.began,
         metrics=node.metrics_address,
+        memory=_memory(),
         statistics=_numbers(statistics),
         traffic={
             f"{name}.{each.name}": getattr(traffic, each.name)
@@ -79,7 +85,18 @@ def report_of(node: Node) -> WorkerReport:
             SeenEvent(when, type(event).__name__, event.worker.name, str(getattr(event, "cause", "")))
             for when, event in list(node.events.recent)
         ],
+        tally=counted(engine) if tally else [],
+        bounds=list(BOUNDS) if tally else [],
+        log=memo().lines() if log else [],
     )
+
+
+def _memory() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
 
 
 def _numbers(statistics: Statistics) -> dict[str, float]:
@@ -111,6 +128,9 @@ def _members(node: Node) -> list[SeenMember]:
         member = found.get(service.record.name)
         if member is not None:
             _add_traffic(member, service.link)
+    for link in list(node.links.all()):
+        if link.record.name in found:
+            _add_apart(found[link.record.name], link.distribution.traffic())
     for info in list(lost.values()):
         known = found.setdefault(info.name, SeenMember(info.name, info.id))
         if known.id == info.id:  # and not another one in its place
@@ -133,6 +153,13 @@ def _add_traffic(member: SeenMember, end: Peer | object) -> None:
         member.sent += connection.bytes_sent
         member.received += connection.bytes_received
         member.unsent += connection.queue.size
+
+
+def _add_apart(member: SeenMember, moved: dict[str, Traffic]) -> None:
+    for name, traffic in moved.items():
+        if name != Inline.name:  # which is among the bytes of the connection
+            member.apart_sent += traffic.bytes_sent
+            member.apart_received += traffic.bytes_received
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

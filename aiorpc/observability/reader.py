@@ -216,9 +216,9 @@ def _all(function: Callable[[Process], A], of: Sequence[Process]) -> list[A]:
         return list(pool.map(function, of))
 
 
-def _look(process: Process) -> Reports:
+def _look(process: Process, question: Look) -> Reports:
     try:
-        answer = ask(process, Look())
+        answer = ask(process, question)
     except CannotLook as error:
         here = socket.gethostname()
         return Reports(unseen=[Unseen(name, process.pid, here, str(error), error.how) for name in process.names])
@@ -230,13 +230,14 @@ def _look(process: Process) -> Reports:
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def groups(*, far: bool = True) -> list[SeenGroup]:
+def groups(*, far: bool = True, question: Look | None = None) -> list[SeenGroup]:
     """The groups that have members here, each with all reports that can be had.
 
-    far: also ask for members that are not of this user on this host, through those that are.
+    far: also ask for members that are not of this user on this host, through those that are. question: what to ask.
     """
+    question = question or Look()
     found = processes()
-    answers = _all(_look, found)
+    answers = _all(lambda process: _look(process, question), found)
     seen = _joined(report for answer in answers for report in answer.reports)
     for answer in answers:
         for each in answer.unseen:
@@ -244,7 +245,7 @@ def groups(*, far: bool = True) -> list[SeenGroup]:
     if far:
         by_pid = {process.pid: process for process in found}
         for group in seen:
-            _look_around(group, by_pid)
+            _look_around(group, by_pid, question)
     for group in seen:
         group.reports.sort(key=lambda report: report.id)
     return sorted(seen, key=lambda group: group.names)
@@ -294,13 +295,13 @@ def _place(groups: list[SeenGroup], unseen: Unseen) -> None:
     groups.append(SeenGroup(unseen=[unseen]))
 
 
-def _look_around(group: SeenGroup, processes: dict[int, Process]) -> None:
+def _look_around(group: SeenGroup, processes: dict[int, Process], question: Look) -> None:
     """Ask for the members that have no endpoint here."""
     members = {
         each.name: each
         for report in group.reports
         for each in report.members
-        if each.state != "lost" and each.name not in group.names
+        if each.state not in ("lost", "gone") and each.name not in group.names
     }
     if not members:
         return
@@ -310,8 +311,9 @@ def _look_around(group: SeenGroup, processes: dict[int, Process]) -> None:
         process = processes.get(report.pid)
         if process is None or not wanted:
             continue
+        around = LookAround(report.name, wanted, FAR_PATIENCE, question.tally, question.log)
         try:
-            answer = ask(process, LookAround(report.name, wanted, FAR_PATIENCE), 2 * FAR_PATIENCE)
+            answer = ask(process, around, 2 * FAR_PATIENCE)
         except CannotLook:
             continue
         if isinstance(answer, Reports):

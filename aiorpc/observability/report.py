@@ -45,7 +45,9 @@ class SeenCall(msgspec.Struct, omit_defaults=True):
 
 class SeenMember(msgspec.Struct, omit_defaults=True):
     """Another member, or this one, as a worker sees it. state: of the connection for calls to it, or "lost". mark:
-    of this life of the worker, no other has it. unsent: bytes that wait for it to read."""
+    of this life of the worker, no other has it. unsent: bytes that wait for it to read. sent, received: bytes on
+    sockets; apart_sent, apart_received: of tensors on other ways, such as shared memory. All four begin with the
+    connection."""
 
     name: str = ""
     id: int = 0
@@ -57,6 +59,24 @@ class SeenMember(msgspec.Struct, omit_defaults=True):
     sent: int = 0
     received: int = 0
     unsent: int = 0
+    apart_sent: int = 0
+    apart_received: int = 0
+
+
+class SeenFunction(msgspec.Struct, omit_defaults=True):
+    """Calls of a function by this worker to `peer` ("made") or by `peer` to this one ("served"), since counting began.
+
+    ended: how many ended, failed: of these without a value, seconds: their durations together. buckets: how many took
+    at most each of `WorkerReport.bounds`, and longer; each call is in one of them.
+    """
+
+    side: Side = "made"
+    function: str = ""
+    peer: str = ""
+    ended: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    buckets: list[int] = []
 
 
 class SeenQueue(msgspec.Struct, omit_defaults=True):
@@ -123,7 +143,9 @@ class WorkerReport(msgspec.Struct, omit_defaults=True):
 
     mark: of this life of the worker, as in the members' reports. statistics: the numbers of
     `aiorpc.types.Statistics`. traffic: bytes and buffers by channel, "name.sent" and so on. metrics: where Prometheus
-    finds it, empty for nowhere. made: seconds since the epoch. log: the last lines of the log ``aiorpc``, oldest first.
+    finds it, empty for nowhere. made: seconds since the epoch. memory: bytes of its process that lie in memory. tally:
+    calls by function and other worker, if `Look.tally` asked for it; bounds: of its buckets, in seconds. log: the last
+    lines of the log ``aiorpc`` of its process, oldest first, if `Look.log` asked for them.
     """
 
     name: str = ""
@@ -139,6 +161,7 @@ class WorkerReport(msgspec.Struct, omit_defaults=True):
     made: float = 0.0
     uptime: float = 0.0
     metrics: str = ""
+    memory: int = 0
     statistics: dict[str, float] = {}
     traffic: dict[str, int] = {}
     loop: SeenLoop = msgspec.field(default_factory=SeenLoop)
@@ -148,6 +171,8 @@ class WorkerReport(msgspec.Struct, omit_defaults=True):
     published: list[SeenName] = []
     subscriptions: list[SeenSubscription] = []
     events: list[SeenEvent] = []
+    tally: list[SeenFunction] = []
+    bounds: list[float] = []
     log: list[str] = []
 
 
@@ -168,15 +193,22 @@ class Unseen(msgspec.Struct, omit_defaults=True):
 
 
 class Look(msgspec.Struct, tag="look"):
-    """Report on the workers of this process."""
+    """Report on the workers of this process. tally: count calls by function, from now on until half a minute after the
+    last such question. log: with the last lines of the log."""
+
+    tally: bool = False
+    log: bool = False
 
 
 class LookAround(msgspec.Struct, tag="look_around"):
-    """Let the worker `worker` of this process ask these members for their reports. patience: seconds for all."""
+    """Let the worker `worker` of this process ask these members for their reports. patience: seconds for all. tally,
+    log: as of `Look`."""
 
     worker: str
     members: list[str]
     patience: float = 2.0
+    tally: bool = False
+    log: bool = False
 
 
 class Stacks(msgspec.Struct, tag="stacks"):

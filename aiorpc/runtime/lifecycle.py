@@ -61,7 +61,8 @@ _LEAST = 0.1
 class Lifecycle:
     """The life of one worker. On its loop, except where a method says otherwise.
 
-    node: its parts; None before it has joined. loop: where it joins and runs; None before it was started.
+    node: its parts; None before it has joined. loop: where it joins and runs; None before it was started. tell: as of
+    `Patience`.
     """
 
     lifetime: Lifetime
@@ -75,6 +76,7 @@ class Lifecycle:
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
         self._at_once = False  # whether a shutdown without a wait for the others was asked for
         self._stays = False  # whether its shutdown waits for the others
+        self.tell: Callable[[int, int], None] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -155,6 +157,7 @@ class Lifecycle:
         """Meet the others, within so many seconds. A joining member is no member yet afterwards."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
         plan, waiting = self._plan, Patience(patience, steps.stop)
+        waiting.tell = self.tell
         bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
         try:
             async with bound:

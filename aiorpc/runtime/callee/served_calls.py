@@ -87,7 +87,10 @@ class ServedCalls:
             self._counters.served_ended[outcome] += 1
             tally = self._engine.tally
             if tally is not None:
-                tally.served.add(call.function, outcome, time.monotonic() - call.started)
+                now = time.monotonic()
+                tally.served.add(call.function, outcome, now - call.started)
+                if tally.pairs is not None:
+                    tally.pairs.add("served", call.function, self._caller, outcome, call.started, now)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return True

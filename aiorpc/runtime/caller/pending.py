@@ -100,7 +100,10 @@ class PendingCalls:
                 self._counters.latencies[int((now - call.started) * 1e6).bit_length()] += 1
             tally = self._engine.tally
             if tally is not None:
-                tally.made.add(call.entry.name, outcome, (now or time.monotonic()) - call.started)
+                now = now or time.monotonic()
+                tally.made.add(call.entry.name, outcome, now - call.started)
+                if tally.pairs is not None:
+                    tally.pairs.add("made", call.entry.name, self._peer.name, outcome, call.started, now)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return call

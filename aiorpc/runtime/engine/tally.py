@@ -1,15 +1,17 @@
 """What metrics need to have counted where it happens: durations of calls, and the traffic of ended links, by worker.
 
-An engine has a tally only while metrics are on (`Engine.tally`). Everything else that metrics tell is read from the
-parts of the worker when they are asked for.
+An engine has a tally only while metrics are on, or a program looks at it from outside (`Engine.tally`). Everything
+else that metrics tell is read from the parts of the worker when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...channels import Traffic
 from ...locks import Lock
@@ -25,6 +27,12 @@ MOST_FUNCTIONS, MOST_PEERS = 200, 200
 #: Stands for all others, and for a function whose name the served worker does not know.
 OTHER = "_OTHER"
 _UNKNOWN = "?"
+#: So many pairs of a function and a worker are counted on each side, the first that are met.
+MOST_PAIRS = 500
+#: Seconds without a look after which counting ends.
+WATCHED = 30.0
+
+Side = Literal["made", "served"]
 
 
 class Durations:
@@ -86,11 +94,52 @@ class PeerTraffic:
             self.channels.setdefault(name, Traffic())._add(traffic)
 
 
+class Pairs:
+    """Calls by function and other worker, while a program looks at this worker from outside (`Tally.pairs`).
+
+    A row has a count for each bucket of `BOUNDS`, one for all longer calls, how many calls ended without a value, and
+    the sum of the seconds. Any thread; rows are added to as those of `Durations`. Nothing has to end the counting: the
+    first call that ends after its time does.
+    """
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        """end: called by the call that ends after the time is over; in any thread."""
+        self._end = end
+        self._until = time.monotonic() + WATCHED
+        self._rows: dict[Side, dict[tuple[str, str], list[float]]] = {"made": {}, "served": {}}
+
+    def prolong(self) -> None:
+        """Count for `WATCHED` seconds from now on."""
+        self._until = time.monotonic() + WATCHED
+
+    def add(self, side: Side, function: str, worker: str, outcome: CallOutcome, begun: float, now: float) -> None:
+        """A call has ended. worker: the other one. begun, now: ``time.monotonic()``."""
+        if now > self._until:
+            self._end()
+            return
+        rows = self._rows[side]
+        row = rows.get((function, worker))
+        if row is None:
+            pair = (function, worker) if len(rows) < MOST_PAIRS else (OTHER, OTHER)
+            row = rows.setdefault(pair, [0.0] * (len(BOUNDS) + 3))
+        row[bisect_left(BOUNDS, now - begun)] += 1
+        if outcome is not CallOutcome.VALUE:
+            row[-2] += 1
+        row[-1] += now - begun
+
+    def rows(self) -> Iterator[tuple[Side, str, str, list[float]]]:
+        """Side, function, other worker, and a copy of the row."""
+        for side, rows in self._rows.items():
+            for (function, worker), row in list(rows.items()):
+                yield side, function, worker, list(row)
+
+
 class Tally:
     """See the module. Any thread.
 
-    made, served: durations of calls of users. peers: the traffic of ended links, by the other worker. changing: held
-    while a link passes from the open ones to the ended ones, so that its traffic is counted once at all times.
+    made, served: durations of calls of users. pairs: while a program looks from outside. peers: the traffic of ended
+    links, by the other worker. changing: held while a link passes from the open ones to the ended ones, so that its
+    traffic is counted once at all times.
     """
 
     def __init__(self) -> None:
@@ -98,6 +147,7 @@ class Tally:
         self.served: Durations = Durations()
         self.peers: dict[str, PeerTraffic] = {}
         self.changing: AbstractContextManager[Any] = Lock()
+        self.pairs: Pairs | None = None
 
     def peer(self, name: str) -> str:
         """The label for a worker. It never changes, so that counters with it only grow. With `changing` held."""

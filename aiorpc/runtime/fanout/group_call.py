@@ -33,6 +33,7 @@ from ...callbacks import Executor
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future, wake
 from ...overseeing import Watched, oversee
+from ...progress import Bar
 from ...sites import CallSite
 from ..caller.member_call import MemberCall
 from ..caller.unawaited import Unawaited
@@ -78,6 +79,13 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
         self._came: dict[int, Outcome[T] | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._bar: Bar | None = None
+
+    def _show(self, bar: Bar) -> None:
+        """Show how many outcomes have come, until it settles."""
+        self._bar = bar
+        bar.show(0, len(self._names))
+        self._when_settled(lambda _: bar.close())
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
@@ -107,6 +115,8 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
                 self._end()
         if self._listeners:
             self._wake()
+        if self._bar is not None:
+            self._bar.show(min(len(came), len(self._names)), len(self._names))
 
     def _decided(self) -> bool:
         """Whether the quorum is reached, or cannot be reached any more."""

@@ -14,12 +14,14 @@ Quorum = int | float
 class GroupOptions(NamedTuple):
     """How the calls of a group are made. timeout: seconds, 0 for no limit. quorum: see `check_quorum`; None for all.
 
-    retry: how each member's call is tried again; with 0 retries it is not, and only its `wait` counts.
+    retry: how each member's call is tried again; with 0 retries it is not, and only its `wait` counts. progress:
+    whether `PeerGroup.call` shows how many outcomes have come.
     """
 
     timeout: float
     quorum: Quorum | None
     retry: RetryOptions
+    progress: bool = False
 
 
 def check_quorum(quorum: object) -> Quorum | None:

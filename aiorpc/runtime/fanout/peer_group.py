@@ -7,10 +7,12 @@ import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
+from ... import progress
 from ..._typing import Arg, Args, Function, Items, Kwargs, Later, P, T
 from ...collecting import wait_alone
 from ...errors import RpcUsageError, UnknownWorker
 from ...futures import Future
+from ...notebooks import html_table
 from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...sites import CallSite, call_site
@@ -189,6 +191,8 @@ class PeerGroup:
         sending = Sending(home, peers, Called(function, args, kwargs), options.timeout, site, retry.wait)
         sending.prepare()
         call: GroupCall[object] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
+        if options.progress:
+            call._show(progress.begin(sending.name))
 
         def try_again(place: int, _: GroupCall[object]) -> Future[object]:
             to = peers[place].name
@@ -395,6 +399,19 @@ class PeerGroup:
     def __reduce__(self) -> NoReturn:
         """Not supported: it makes calls of this worker."""
         raise stays_here(self, "rpc.group(...)")
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the present members, with the calls to each that are under way."""
+        try:
+            peers = self._members.now()
+        except UnknownWorker:
+            peers = []
+        rows = [
+            (peer.name, "" if (known := peer.record) is None else known.id, peer.state.value, _calls_of(peer))
+            for peer in peers
+        ]
+        title = f"group {self._members.describe()}, timeout {self._options.timeout:g} s"
+        return html_table(title, ("worker", "id", "connection", "calls under way"), rows)
 
     def __repr__(self) -> str:
         return f"<aiorpc.group {self._members.describe()}, timeout {self._options.timeout:g} s>"

@@ -288,6 +288,8 @@ class FixedWorld:
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
                 if self._all_agree() or self._are_wrong(members):
                     return self._settle(_COMPLETE)
+            elif patience.tell is not None:
+                patience.tell(sum(map(self.kv.has, slots)), self.world_size)
         held = self.kv.get(self._key("verdict"))  # a host whose time is up takes the store away
         return self._verdict(held) if held is not None else self._settle(_TIMEOUT, self._missing(record, patience))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...errors import RendezvousError
 
@@ -17,12 +17,14 @@ class Patience:
 
     seconds: how long from now; 0 means no limit. stop: waits end with RendezvousError once it is set. place, trouble:
     what is waited for, and what last went wrong, for the error of a caller that ends the wait from outside; empty if
-    unknown. Any thread may read them.
+    unknown. Any thread may read them. tell: called with how many of how many members have come, while others are
+    awaited; None if nothing shows it.
     """
 
     def __init__(self, seconds: float, stop: threading.Event | None = None) -> None:
         self.seconds = seconds
         self.place = self.trouble = ""
+        self.tell: Callable[[int, int], None] | None = None
         self._deadline = time.monotonic() + seconds if seconds else float("inf")
         self.stop: threading.Event = stop or threading.Event()
 
