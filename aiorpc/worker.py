@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -21,6 +22,7 @@ from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError
 from .futures import Future
+from .observability.switching import check_traces, make_tracer, wants_traces
 from .options import RpcBackendOptions, seconds
 from .protocol.identity import WorkerInfo, check_name
 from .protocol.retries import Backoff
@@ -101,6 +103,9 @@ class Worker:
         self._events = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
+        traced = wants_traces(self.options, os.environ)
+        if traced:
+            check_traces()
         self._lifecycle = Lifecycle(
             Plan(
                 worker=self,
@@ -116,6 +121,7 @@ class Worker:
                 events=self._events,
                 objects=self._objects,
                 role=self.role,
+                make_tracer=make_tracer if traced else None,
             )
         )
         self._own_loop: LoopThread | None = None

@@ -98,6 +98,8 @@ class PendingCalls:
             self._counters.made_ended[outcome] += 1
             if now:
                 self._counters.latencies[int((now - call.started) * 1e6).bit_length()] += 1
+        if call.span is not None:
+            call.span.ended(outcome, call)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return call

@@ -23,6 +23,7 @@ from ...transport.connection import Connection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
 from .call_events import CallObservers
+from .call_tracing import CallTracer
 from .counters import Counters
 from .host import cores
 from .lifetime import Lifetime, loop_has_ended
@@ -57,7 +58,8 @@ class Engine:
     could take a waiting task. waits: of its program and its handlers, beside calls. poll: keeps the loop awake for a
     moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
     each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
-    each step of each call; replaced in the same way. numbers: of group calls, calls with retries and batches.
+    each step of each call; replaced in the same way. tracer: makes the spans of calls; None: traces are off. numbers:
+    of group calls, calls with retries and batches.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Engine:
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links call them in this order
         self.call_observers: CallObservers = ()
+        self.tracer: CallTracer | None = None
         self.observing: AbstractContextManager[Any] = Lock()  # held while that tuple is replaced
         self.numbers: itertools.count[int] = itertools.count(1)
         # On one core busy polling would delay the other end.
@@ -223,6 +226,8 @@ class Engine:
         Returns how many handler threads still run. patience: seconds to wait for them.
         """
         await self.tasks.end(self.bounds.tasks)
+        if self.tracer is not None:
+            self.tracer.close()
         self.background.close(0.0)
         try:
             return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
