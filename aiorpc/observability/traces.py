@@ -45,7 +45,7 @@ from ..protocol.identity import WorkerRecord
 from ..protocol.states import CallOutcome
 from ..protocol.trace_context import TraceContext
 from ..runtime.calls import tracing
-from ..runtime.engine.call_tracing import Callee, Exchange, Failing, ServedSpan, Traceable
+from ..runtime.engine.call_tracing import Callee, Exchange, Failing, Part, ServedSpan, Traceable
 from ..runtime.engine.engine import Engine
 from ..sites import spates
 from . import conventions
@@ -57,11 +57,15 @@ _AT_ONCE = 8
 _PAUSE = 0.05
 # Other workers whose attributes are kept.
 _MOST_PEERS = 1024
-_KINDS: Mapping[str, SpanKind] = {
+_KINDS: Mapping[Exchange, SpanKind] = {
     "put": SpanKind.PRODUCER,
     "publish": SpanKind.PRODUCER,
     "get": SpanKind.CONSUMER,
     "receive": SpanKind.CONSUMER,
+}
+_EVENTS: Mapping[Part, str] = {
+    "retry": conventions.AIORPC_RETRY,
+    "member_failed": conventions.AIORPC_MEMBER_FAILED,
 }
 _OUTCOMES: tuple[tuple[tuple[type[BaseException], ...], CallOutcome], ...] = (
     ((RpcTimeout,), CallOutcome.TIMEOUT),
@@ -251,11 +255,11 @@ class _Made:
         if context is not None:
             self._span.add_link(_read(context))
 
-    def failed_in_part(self, event: str, worker: str, error: BaseException) -> None:
+    def failed_in_part(self, part: Part, worker: str, error: BaseException) -> None:
         """See `MadeSpan`."""
         if self._span.is_recording():
             attributes = {conventions.ERROR_TYPE: _type_of(error), conventions.AIORPC_PEER: worker}
-            self._span.add_event(event, attributes)
+            self._span.add_event(_EVENTS[part], attributes)
 
     def ended(self, outcome: CallOutcome | None, of: Failing) -> None:
         """See `MadeSpan`."""

@@ -16,6 +16,8 @@ from ...protocol.trace_context import TraceContext
 
 #: What a program does with a queue, or with a published value.
 Exchange = Literal["put", "get", "publish", "receive"]
+#: What has failed in part: a call with retries, or that of a group.
+Part = Literal["retry", "member_failed"]
 
 
 class Failing(Protocol):
@@ -59,7 +61,7 @@ class MadeSpan(Protocol):
     def linked(self, context: TraceContext | None) -> None:
         """What it takes was made in that context."""
 
-    def failed_in_part(self, event: str, worker: str, error: BaseException) -> None:
+    def failed_in_part(self, part: Part, worker: str, error: BaseException) -> None:
         """A try has failed and another one follows, or a member of a group has failed."""
 
     def ended(self, outcome: CallOutcome | None, of: Failing) -> None:
