@@ -47,8 +47,9 @@ class Spans:
         return self.exporter.get_finished_spans()
 
     def of(self, name: str, kind: SpanKind) -> list[ReadableSpan]:
-        """Those of that name and kind. name: a function of this file has no module."""
-        return [span for span in self.all() if span.kind is kind and span.name in (name, f"{HERE}/{name}")]
+        """Those of that name and kind. name: for a function of this file without the module."""
+        wanted = f"{HERE}/{name}" if name in globals() else name
+        return [span for span in self.all() if (span.name, span.kind) == (wanted, kind)]
 
     async def one(self, name: str, kind: SpanKind) -> ReadableSpan:
         """The only one of that name and kind, once it has ended."""

@@ -41,7 +41,7 @@ from ...sites import CallSite, describe_site
 from ...undoing import on_error
 from ..calls import tracing
 from ..calls.current import CommonHome, current_call, is_nested
-from ..calls.functions import describe
+from ..calls.functions import describe, name_of
 from ..calls.options import CallOptions
 from ..calls.pending import PendingCall
 from ..engine.call_tracing import MadeSpan
@@ -129,7 +129,8 @@ class Retries:
         future.nested = is_nested(self._home)
         future.trace = tracing.current()
         if engine.tracer is not None:
-            future.span = engine.tracer.made(future.function, None)  # tries may go to several workers
+            # Tries may go to several workers.
+            future.span = engine.tracer.made(name_of(function) or future.function, None)
         future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future), met)
         return future
 

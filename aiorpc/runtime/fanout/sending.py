@@ -41,7 +41,7 @@ from ..caller.waiting import WaitingCall, WaitingFrame, nothing
 from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
-from ..calls.functions import describe
+from ..calls.functions import describe, name_of
 from ..calls.options import CallOptions
 from ..calls.values import encode
 from ..engine.call_tracing import CallTracer, MadeSpan, Raised
@@ -137,7 +137,8 @@ class Sending:
 
     def prepare_traced(self, tracer: CallTracer) -> None:
         """As `prepare`, with a span."""
-        span = tracer.made(self.name, None)
+        named = None if self._methods else name_of(self._function)
+        span = tracer.made(named or self.name, None)
         if span is not None:
             self.span, self._trace = span, span.context
         try:
