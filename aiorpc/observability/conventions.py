@@ -21,14 +21,14 @@ NETWORK_PEER_ADDRESS = "network.peer.address"
 NETWORK_PEER_PORT = "network.peer.port"
 
 #: The name of this worker, in the scope of its spans: several workers may share a process.
-AIORPC_WORKER = "aiorpc.worker"
+WORKER = "aiorpc.worker"
 #: The name of the worker at the other end.
-AIORPC_PEER = "aiorpc.peer"
+PEER = "aiorpc.peer"
 #: The name of a queue, or of a published value.
-AIORPC_NAME = "aiorpc.name"
+NAME = "aiorpc.name"
 #: Events of a span: another try follows; a member of a group has failed.
-AIORPC_RETRY = "aiorpc.retry"
-AIORPC_MEMBER_FAILED = "aiorpc.member_failed"
+RETRY = "aiorpc.retry"
+MEMBER_FAILED = "aiorpc.member_failed"
 
 #: The value of `rpc.system.name`.
 SYSTEM = "aiorpc"

@@ -2,15 +2,14 @@
 
 It is imported when traces are switched on, and needs `opentelemetry-api`.
 
-A span of the SDK takes as long to make and to end as half of a short call. So as much of it as possible is done when
-nobody waits for this worker: spans end in a later turn of the loop, after the answer or the next call was written, and
-the span of a served call is made only then, unless its handler looks at it before. Times are taken when things happen.
+To make and to end a span of the SDK takes as long as half of a short call. So as much of it as possible is done when
+nobody waits: spans end on the loop, some at a time, a moment later, and the span of a served call is made only then,
+unless its handler looks at it before. Times are taken when things happen.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections import deque
@@ -51,10 +50,10 @@ from ..sites import spates
 from . import conventions
 
 _NOTHING = Context()
-# Spans that are ended in one turn of the loop, at least; half of them if there are more.
-_AT_ONCE = 8
-# Seconds until spans that have ended in other threads are ended: to wake the loop for each would delay the next call.
+# Seconds until spans that are over are ended. To do it at once would delay the next call.
 _PAUSE = 0.05
+# How many are ended in one turn of the loop, at least; half of them if there are more.
+_AT_ONCE = 8
 # Other workers whose attributes are kept.
 _MOST_PEERS = 1024
 _KINDS: Mapping[Exchange, SpanKind] = {
@@ -64,8 +63,8 @@ _KINDS: Mapping[Exchange, SpanKind] = {
     "receive": SpanKind.CONSUMER,
 }
 _EVENTS: Mapping[Part, str] = {
-    "retry": conventions.AIORPC_RETRY,
-    "member_failed": conventions.AIORPC_MEMBER_FAILED,
+    "retry": conventions.RETRY,
+    "member_failed": conventions.MEMBER_FAILED,
 }
 _OUTCOMES: tuple[tuple[tuple[type[BaseException], ...], CallOutcome], ...] = (
     ((RpcTimeout,), CallOutcome.TIMEOUT),
@@ -93,13 +92,12 @@ class CallSpans:
         self.lock: RLock = RLock()
         self._engine = engine
         self._tracer = (provider or get_tracer_provider()).get_tracer(
-            conventions.SYSTEM, __version__, conventions.SCHEMA_URL, {conventions.AIORPC_WORKER: engine.name}
+            conventions.SYSTEM, __version__, conventions.SCHEMA_URL, {conventions.WORKER: engine.name}
         )
         self._peers: dict[str, tuple[WorkerRecord | None, _Attributes]] = {}
         self._methods: dict[str, str] = {}
         self._ended: deque[_Ending] = deque()
-        # Whether a turn of the loop is about to end spans; and whether one will, after a pause.
-        self._coming = self._planned = False
+        self._planned = False  # whether a turn of the loop is about to end spans
         self._closed = False
 
     # --- at the caller ------------------------------------------------------------------------------------------------
@@ -107,12 +105,15 @@ class CallSpans:
     def made(self, function: str, to: Callee | None, *, stream: bool = False) -> _Made | None:
         """See `CallTracer`."""
         method = self._method(function)
-        peer = {conventions.RPC_SYSTEM_NAME: conventions.SYSTEM} if to is None else self._peer(to.name, to.record)
-        return self._begin(method, SpanKind.CLIENT, {**peer, conventions.RPC_METHOD: method}, stream)
+        attributes = {conventions.RPC_SYSTEM_NAME: conventions.SYSTEM, conventions.RPC_METHOD: method}
+        made = self._begin(method, SpanKind.CLIENT, attributes, stream)
+        if made is not None:
+            made.to = to
+        return made
 
     def exchanged(self, exchange: Exchange, name: str) -> _Made | None:
         """See `CallTracer`."""
-        return self._begin(f"{exchange} {name}", _KINDS[exchange], {conventions.AIORPC_NAME: name})
+        return self._begin(f"{exchange} {name}", _KINDS[exchange], {conventions.NAME: name})
 
     def _begin(self, name: str, kind: SpanKind, attributes: _Attributes, stream: bool = False) -> _Made | None:
         try:
@@ -149,7 +150,9 @@ class CallSpans:
     ) -> Span:
         """The span of a served call. began: nanoseconds since 1970. Without one if the SDK raises."""
         try:
-            attributes = dict(self._peer("" if record is None else record.name, record))
+            attributes: dict[str, str | int] = {conventions.RPC_SYSTEM_NAME: conventions.SYSTEM}
+            if record is not None:
+                attributes.update(self.peer_attributes(record.name, record))
             method = attributes[conventions.RPC_METHOD] = self._method(function) if known else conventions.OTHER
             if not known:
                 attributes[conventions.RPC_METHOD_ORIGINAL] = function
@@ -168,23 +171,18 @@ class CallSpans:
             self._finish(ending)
             return
         self._ended.append(ending)
-        if asyncio._get_running_loop() is loop:
-            if not self._coming:
-                self._coming = True
-                # One turn later than what this turn wakes: that may make the next call.
-                loop.call_soon(loop.call_soon, self._end_some, context=contextvars.Context())
-        elif not self._planned:
+        if not self._planned:
             self._planned = True
             self._engine.call_on_loop(loop.call_later, _PAUSE, self._end_some)
 
     def _end_some(self) -> None:
-        self._coming = self._planned = False
+        self._planned = False  # first: a thread that adds a span now plans another turn
         for _ in range(max(_AT_ONCE, len(self._ended) // 2)):
             if not self._ended:
                 return
             self._finish(self._ended.popleft())
         if self._ended:
-            self._coming = True
+            self._planned = True
             self._engine.loop.call_soon(self._end_some)
 
     def close(self) -> None:
@@ -209,14 +207,12 @@ class CallSpans:
             method = self._methods[function] = conventions.method_name(function)
         return method
 
-    def _peer(self, name: str, record: WorkerRecord | None) -> _Attributes:
+    def peer_attributes(self, name: str, record: WorkerRecord | None) -> _Attributes:
         """The attributes that tell the other worker."""
         kept = self._peers.get(name)
         if kept is not None and kept[0] is record:
             return kept[1]
-        attributes: dict[str, str | int] = {conventions.RPC_SYSTEM_NAME: conventions.SYSTEM}
-        if name:
-            attributes[conventions.AIORPC_PEER] = name
+        attributes: dict[str, str | int] = {conventions.PEER: name}
         if record is not None:
             if record.unix_path and record.host == self._engine.record.host:
                 attributes[conventions.NETWORK_PEER_ADDRESS] = record.unix_path
@@ -237,12 +233,16 @@ class CallSpans:
 
 
 class _Made:
-    """See `MadeSpan`. stream: whether its cancellation is no error, as a consumer may end a stream early."""
+    """See `MadeSpan`. to: the called worker; its attributes are set at the end, when no one waits.
 
-    __slots__ = ("_of", "_outcome", "_over", "_span", "_spans", "_stream", "context")
+    stream: whether its cancellation is no error, as a consumer may end a stream early.
+    """
+
+    __slots__ = ("_of", "_outcome", "_over", "_span", "_spans", "_stream", "context", "to")
 
     def __init__(self, spans: CallSpans, span: Span, context: TraceContext, stream: bool) -> None:
         self.context: TraceContext = context
+        self.to: Callee | None = None
         self._spans = spans
         self._span = span
         self._stream = stream
@@ -258,7 +258,7 @@ class _Made:
     def failed_in_part(self, part: Part, worker: str, error: BaseException) -> None:
         """See `MadeSpan`."""
         if self._span.is_recording():
-            attributes = {conventions.ERROR_TYPE: _type_of(error), conventions.AIORPC_PEER: worker}
+            attributes = {conventions.ERROR_TYPE: _type_of(error), conventions.PEER: worker}
             self._span.add_event(_EVENTS[part], attributes)
 
     def ended(self, outcome: CallOutcome | None, of: Failing) -> None:
@@ -272,6 +272,8 @@ class _Made:
         error = None if self._of is None else self._of._error
         self._of = None
         outcome = self._outcome or _outcome_of(error)
+        if self.to is not None:
+            self._span.set_attributes(self._spans.peer_attributes(self.to.name, self.to.record))
         if error is not None or outcome is not CallOutcome.VALUE:
             _record(self._span, outcome, error, self._stream)
         self._span.end(self._over)
