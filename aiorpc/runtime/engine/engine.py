@@ -225,9 +225,11 @@ class Engine:
 
         Returns how many handler threads still run. patience: seconds to wait for them.
         """
-        await self.tasks.end(self.bounds.tasks)
-        if self.tracer is not None:
-            self.tracer.close()
+        try:
+            await self.tasks.end(self.bounds.tasks)
+        finally:  # also where the loop is closed, and nothing can be awaited
+            if self.tracer is not None:
+                self.tracer.close()
         self.background.close(0.0)
         try:
             return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
