@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
+from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, tracing
@@ -435,6 +436,19 @@ async def put_reference() -> None:
     await rpc.queue("samples", owner="worker0").put(rpc.RRef(1))
 
 
+@pytest.mark.parametrize("traced", [0, 1])
+@pytest.mark.parametrize("item", [1, torch.ones(100_000)], ids=["small", "kept by its producer"])
+async def test_a_queue_of_which_one_end_is_traced(pair: list[Worker], traced: int, item: Any) -> None:
+    """The item comes all the same, and with it nothing to link."""
+    spans = Spans()
+    queue, remote = pair[0].Queue("samples"), pair[1].queue("samples", owner="worker0")
+    with trace_calls(pair[traced], spans.provider):
+        await remote.put(item, copy=False)
+        assert torch.equal(torch.as_tensor(await queue.get()), torch.as_tensor(item))
+        await until(spans.all)
+    assert [(span.name, len(span.links)) for span in spans.all()] == [(["get samples", "put samples"][traced], 0)]
+
+
 async def test_several_items_of_one_get(trio: list[Worker], spans: Spans) -> None:
     """A link for each."""
     queue = trio[0].Queue("samples")
@@ -654,6 +668,21 @@ async def test_spans_of_a_worker_that_leaves_are_ended() -> None:
             trace_calls(worker, spans.provider)
         await asyncio.gather(*(pair[0].call("worker1", plain) for _ in range(100)))
     assert len(spans.of("plain", CLIENT)) == len(spans.of("plain", SERVER)) == 100
+
+
+def test_spans_of_a_worker_whose_loop_was_closed_are_ended() -> None:
+    """As `asyncio.run` does, whose program has not left its group."""
+    spans = Spans()
+
+    async def program() -> None:
+        worker = await rpc.init("alone", world_size=1, rank=0, store=HashStore())
+        trace_calls(worker, spans.provider)
+        assert await worker.call("alone", plain)
+
+    asyncio.run(program())
+    with contextlib.suppress(rpc.errors.RpcError):
+        rpc.current()  # takes the worker down
+    assert {span.kind for span in spans.all()} == {CLIENT, SERVER}
 
 
 async def test_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

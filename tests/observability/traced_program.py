@@ -55,7 +55,7 @@ async def calls() -> None:
         with contextlib.suppress(ValueError):
             await rpc.call("c", fail)
     await rpc.group(["b", "c"]).call(double, 1)
-    samples = rpc.Queue("samples")
+    samples: rpc.Queue[str] = rpc.Queue("samples")
     await rpc.call("b", put)
     await samples.get()
 
