@@ -391,6 +391,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
         processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
     device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
+    traces: whether calls have spans of OpenTelemetry, of its global tracer provider. None: they do if AIORPC_TRACES is
+        1.
     serve: the former name of `allow`, from before the first release; still accepted.
     """
 
@@ -409,6 +411,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
     device_buffer: int = 64 << 20
+    traces: bool | None = None
     limits: InitVar[LimitOptions | None] = None
     network: InitVar[NetworkOptions | None] = None
     security: InitVar[SecurityOptions | None] = None
@@ -472,6 +475,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
                 raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
         if not isinstance(self.dedicated_loop, bool):
             raise RpcUsageError(f"dedicated_loop must be True or False, not {_shown(self.dedicated_loop)}")
+        if self.traces is not None and not isinstance(self.traces, bool):
+            raise RpcUsageError(f"traces must be True, False or None, not {_shown(self.traces)}")
         if not isinstance(self.init_method, str):
             raise RpcUsageError(f"init_method must be a URL, not {_shown(self.init_method)}")
         if self.metrics is not None and (type(self.metrics) is not str or self.metrics):

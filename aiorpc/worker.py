@@ -27,6 +27,7 @@ from .notebooks import html_table
 from .observability.endpoint import Visibility
 from .observability.metrics import Metrics
 from .observability.recorder import Recording
+from .observability.switching import check_traces, make_tracer, wants_traces
 from .options import RpcBackendOptions, seconds
 from .protocol.identity import WorkerInfo, check_name
 from .protocol.retries import Backoff
@@ -112,6 +113,9 @@ class Worker:
         self._events = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
+        traced = wants_traces(self.options, os.environ)
+        if traced:
+            check_traces()
         self._lifecycle = Lifecycle(
             Plan(
                 worker=self,
@@ -131,6 +135,7 @@ class Worker:
                     Visibility(),
                     Metrics(self.name, self.options.metrics),
                 ),
+                make_tracer=make_tracer if traced else None,
             )
         )
         self._own_loop: LoopThread | None = None

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("examples",),
     ("compat",),
     ("testing",),
-    ("api", "sync", "functions", "types", "events", "tracing"),
+    ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),
     ("worker",),
     ("observability",),
     ("autograd", "optim", "nn", "queues"),

@@ -29,7 +29,7 @@ TOP = " ".join((VERBS, IN_FUNCTIONS, CLASSES, ERRORS, SUBMODULES)).split()
 #: What programs of torch.distributed.rpc find at its top, and at ours.
 OF_TORCH = """BackendType RRef RpcBackendOptions TensorPipeRpcBackendOptions WorkerInfo functions get_worker_info
     init_rpc remote rpc_async rpc_sync shutdown"""
-DOCUMENTED = ("aiorpc", "aiorpc.types", "aiorpc.events", "aiorpc.errors", "aiorpc.tracing")
+DOCUMENTED = ("aiorpc", "aiorpc.types", "aiorpc.events", "aiorpc.errors", "aiorpc.tracing", "aiorpc.opentelemetry")
 
 
 def test_the_names_at_the_top_are_these() -> None:
@@ -85,7 +85,15 @@ def test_testing_is_imported_when_it_is_asked_for() -> None:
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "public.md").read_text(encoding="utf-8")
 #: The modules whose classes have a row in the page's table of attributes: errors document their fields themselves.
-WITH_CLASSES = ("aiorpc", "aiorpc.types", "aiorpc.events", "aiorpc.testing", "aiorpc.tracing", "aiorpc.optim")
+WITH_CLASSES = (
+    "aiorpc",
+    "aiorpc.types",
+    "aiorpc.events",
+    "aiorpc.testing",
+    "aiorpc.tracing",
+    "aiorpc.opentelemetry",
+    "aiorpc.optim",
+)
 
 
 def public_classes() -> dict[str, type]:

@@ -16,6 +16,7 @@ from msgspec.msgpack import Decoder, encode
 from ..errors import ProtocolError, RpcUsageError
 from .frames import MAX_SEGMENTS
 from .identity import NAME_LIMIT as WORKER_NAME_LIMIT
+from .trace_context import TraceContext
 
 #: Characters that a name has less of.
 NAME_LIMIT = 128
@@ -160,6 +161,8 @@ class Edition(Struct, frozen=True, array_like=True, tag=1):
     source: _Number | None
     #: The roles of the publisher and of those that have handed it on, as the answering worker knows them.
     roles: list[_Worker]
+    #: The trace context in which it was published; nil for none.
+    trace: TraceContext | None = None
 
     def __post_init__(self) -> None:
         if any(start + length > self.size for start, length in self.spans):

@@ -55,6 +55,8 @@ def valid(context: TraceContext) -> TraceContext | None:
         return None
     if parent[:2] != "00":
         parent = f"00{parent[2:_LENGTH]}"
+    elif not state:
+        return context
     return TraceContext(parent, state if _is_state(state) else "")
 
 

@@ -45,13 +45,15 @@ from ..errors import (
 )
 from ..futures import Future
 from ..logs import logger
-from ..protocol.states import PeerState
+from ..protocol.states import CallOutcome, PeerState
+from ..protocol.trace_context import TraceContext, valid
 from ..runtime.caller.arriving import NotArrived
 from ..runtime.caller.peer import Peer
 from ..runtime.caller.reworded import Words
 from ..runtime.calls import declared
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
+from ..runtime.engine.call_tracing import Exchange, MadeSpan, Raised
 from ..runtime.node import Node
 from ..runtime.references.rref import RRef
 from ..sites import call_site
@@ -135,7 +137,7 @@ class Client:
 
     def put(self, item: object, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put`."""
-        put = PutFuture(self, self._packed(item, copy))
+        put = self._new_put(item, copy)
         put._site = call_site(sys._getframe(2))
         put.begin_on_loop(partial(self._begin, timeout))
         return put
@@ -147,7 +149,7 @@ class Client:
 
     def put_nowait(self, item: object, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put_nowait`. timeout: seconds for the owner, which answers at once unless it is stopped."""
-        put = PutFuture(self, self._packed(item, copy))
+        put = self._new_put(item, copy)
         put._site = call_site(sys._getframe(2))
         put.begin_on_loop(partial(self._put_now, timeout))
         return put
@@ -192,11 +194,28 @@ class Client:
 
         return self._calls.join(timeout, call_site(sys._getframe(2)), words)
 
-    def _packed(self, item: object, copy: bool) -> Item:
+    def span(self, exchange: Exchange) -> MadeSpan | None:
+        """See `ClientForWaiting`."""
+        tracer = self.node.engine.tracer
+        return None if tracer is None else tracer.exchanged(exchange, self._name)
+
+    def _new_put(self, item: object, copy: bool) -> PutFuture:
+        span = self.span("put")
+        if span is None:
+            return PutFuture(self, self._packed(item, copy, None))
+        try:
+            put = PutFuture(self, self._packed(item, copy, span.context))
+        except Exception as error:
+            span.ended(CallOutcome.REFUSED, Raised(error))
+            raise
+        put.span = span
+        return put
+
+    def _packed(self, item: object, copy: bool, trace: TraceContext | None) -> Item:
         self.node.engine.lifetime.check_begin()
         try:
             owner, keep = self.node.peers.find(self._owner), self.node.memory.keep
-            packed = pack(item, self._here, owner, self._may_be_read_by_others, copy, keep)
+            packed = pack(item, self._here, owner, self._may_be_read_by_others, copy, keep, trace)
         except SerializationError as error:
             raise SerializationError(f"an item for {self.describe()} {error}") from error.__cause__
         if type(packed) is not KeptItem or packed.size < KEPT_BYTES:
@@ -501,7 +520,7 @@ class Client:
                     gone.setdefault(found.worker, []).append(None)
                     finished -= 1  # the owner has counted it as finished
                 else:
-                    values.append(self._opened(found))
+                    values.append(self._opened(found, get.span))
                     there.append(taken)
                     continue
             except ItemLost as error:
@@ -517,7 +536,7 @@ class Client:
                 get.finish(None, failure)
             return
         if any(
-            type(each) is tuple and not each[0] for each in fetched.values()
+            type(each) is tuple and each[0] is not True for each in fetched.values()
         ):  # not packed: there may be devices in it
             try:
                 get._arrival = self.node.accelerators.arrival(values)
@@ -531,11 +550,19 @@ class Client:
         if not get.finish_with(values if get.many else values[0], there):
             self.put_back(there)
 
-    def _opened(self, found: Any) -> Any:
-        """An item as the program put it. found: its bytes, or whether it is packed, and its content."""
+    def _opened(self, found: Any, span: MadeSpan | None) -> Any:
+        """An item as the program put it. found: its bytes, or whether it is packed (`PACKED`), and its content.
+
+        span: of the `get`, which is linked to that of the `put`.
+        """
+        linked = None if span is None else span.linked
         try:
             packed, content = (True, found) if isinstance(found, bytes) else found
-            return unpack(content, self.node.engine.safe, self.node.engine.record.main) if packed else content
+            if packed is True:
+                return unpack(content, self.node.engine.safe, self.node.engine.record.main, linked)
+            if packed and linked is not None:
+                linked(valid(packed))
+            return content
         except BaseException as broken:
             raise ItemLost(
                 f"an item of {self.describe()} cannot be read here, and is gone: {foreign.said(broken)}",

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder
 
 from ..protocol.identity import NAME_LIMIT
+from ..protocol.trace_context import TraceContext
 from ..runtime.references.references import References
 from ..runtime.references.rref import RRef
 
@@ -30,15 +31,23 @@ MOST = 1024
 class KeptItem:
     """An item that stays with its producer. packed: its bytes; None if it is kept unpacked, in `value`.
 
-    size: its approximate bytes; `KEPT_BYTES` if unknown.
+    size: its approximate bytes; `KEPT_BYTES` if unknown. trace: of an unpacked one, the trace context in which it was
+    put.
     """
 
-    __slots__ = ("packed", "size", "value")
+    __slots__ = ("packed", "size", "trace", "value")
 
-    def __init__(self, packed: torch.Tensor | None, value: object = None, size: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        packed: torch.Tensor | None,
+        value: object = None,
+        size: int = KEPT_BYTES,
+        trace: TraceContext | None = None,
+    ) -> None:
         self.packed: torch.Tensor | None = packed
         self.value: object = value
         self.size: int = size
+        self.trace: TraceContext | None = trace
 
 
 class KeptItems(tuple[KeptItem, ...]):
@@ -109,8 +118,8 @@ class Named(Struct, frozen=True, array_like=True):
 
 PUT: Decoder[Put] = Decoder(Put)
 TAKEN: Decoder[Items | Shut] = Decoder(Items | Shut)
-#: Reply to `hand_over`, before the items: which of them are packed.
-PACKED: Decoder[list[bool]] = Decoder(list[bool])
+#: Reply to `hand_over`, before the items: which of them are packed; for others the trace context, if they have one.
+PACKED: Decoder[list[bool | TraceContext]] = Decoder(list[bool | TraceContext])
 
 
 class Taken(NamedTuple):

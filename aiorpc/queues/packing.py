@@ -30,6 +30,7 @@ from ..protocol.codec import load_main
 from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, Values, read_values, write
 from ..protocol.reference_messages import PassedReference
+from ..protocol.trace_context import TraceContext, valid
 from ..runtime.caller.peer import Peer
 from ..runtime.calls import declared
 from ..runtime.calls.functions import carries, inline, system
@@ -55,22 +56,25 @@ def pack(
     others: Callable[[], bool],
     copy: bool,
     keep: Callable[[int], torch.Tensor],
+    trace: TraceContext | None = None,
 ) -> bytes | KeptItem:
     """Pack an item for a queue of `owner`. Any thread. Raises SerializationError.
 
     here: this worker; the item is written as if for itself, because the getter is not known yet. others: returns
     whether a worker that runs another main module may get it. copy: whether an item that stays here is packed now; if
-    not, it is written when it is fetched. keep: returns memory of so many bytes for an item that stays here.
+    not, it is written when it is fetched. keep: returns memory of so many bytes for an item that stays here. trace: the
+    trace context in which it is put, which is packed with it.
     """
-    body, buffers, out = encode(Reply(Values([item])), here, owner.route)
+    values = [item] if trace is None else [item, *trace]
+    body, buffers, out = encode(Reply(Values(values)), here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
         if out is not None:  # references can only be written for a known getter
             out.unsend()
-        return KeptItem(None, item)
+        return KeptItem(None, item, trace=trace)
     if _BY_NAME in body and others():
-        forms = _in_two_forms(item, body, buffers, here, owner)
+        forms = _in_two_forms(values, body, buffers, here, owner)
         if forms is None:
-            return KeptItem(None, item)
+            return KeptItem(None, item, trace=trace)
         body, buffers = forms
     layout = layout_of(len(body), [*map(len, buffers)])
     size = layout.size
@@ -79,7 +83,7 @@ def pack(
         join(body, buffers, layout, numpy.frombuffer(small, numpy.uint8))
         return bytes(small)
     if not copy:
-        return KeptItem(None, item, size)
+        return KeptItem(None, item, size, trace)
     if size > here.max_segment:  # no worker could take it from here
         raise SerializationError(
             f"is too large: it is kept in one piece of {size} bytes, and the limit is {here.max_segment} "
@@ -91,18 +95,18 @@ def pack(
 
 
 def _in_two_forms(
-    item: Any, body: bytes, buffers: Sequence[Any], here: Peer, owner: Peer
+    values: list[Any], body: bytes, buffers: Sequence[Any], here: Peer, owner: Peer
 ) -> tuple[bytes, Sequence[object]] | None:
     """Body and buffers of an item that names what our main module defines, in both forms.
 
-    body, buffers: of the form for workers that run our main module. None if the other form has references or device
-    tensors. If the other form cannot be written, only workers with our main module can read the item; if the owner of
-    the queue has another one, that raises SerializationError.
+    values: the item, and its trace context, if any. body, buffers: of the form for workers that run our main module.
+    None if the other form has references or device tensors. If the other form cannot be written, only workers with our
+    main module can read the item; if the owner of the queue has another one, that raises SerializationError.
     """
     other: bytes | str
     others: Sequence[Any]
     try:
-        other, others, out = encode(Reply(Values([item])), here, owner.route, other_main=True)
+        other, others, out = encode(Reply(Values(values)), here, owner.route, other_main=True)
     except SerializationError as error:
         if not owner.same_main:
             raise
@@ -139,8 +143,11 @@ def join(body: bytes, buffers: Sequence[Any], layout: Layout, into: Bytes) -> No
         into[start : start + length] = numpy.frombuffer(each, numpy.uint8)
 
 
-def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
-    """The item, in the memory that it came in. safe: whether pickles are refused. main: our main module.
+def unpack(
+    packed: bytes | torch.Tensor, safe: bool, main: str, traced: Callable[[TraceContext], object] | None = None
+) -> Any:
+    """The item, in the memory that it came in. safe: whether pickles are refused. main: our main module. traced: called
+    with the trace context in which it was put, if it has one.
 
     Raises ProtocolError for invalid bytes, SerializationError for an item that only workers with another main module
     can read, and the errors of unpickling.
@@ -155,7 +162,11 @@ def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
         body, buffers = choose(read.values, buffers, main)
         read = read_values(body)
     values = decode(read, buffers, _no_references, None, None, safe)
-    if len(values) != 1:
+    if len(values) == 3 and type(values[1]) is type(values[2]) is str:
+        trace = valid(TraceContext(values[1], values[2]))
+        if traced is not None and trace is not None:
+            traced(trace)
+    elif len(values) != 1:
         raise ProtocolError(f"an item of a queue that is {len(values)} values")
     return values[0]
 
@@ -225,7 +236,7 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[object]:
 @carries
 @inline
 def hand_over(named: Annotated[list[Named], Meta(max_length=MOST)]) -> Results:
-    """Handler: hand over items that this worker keeps: which of them are packed, and the items.
+    """Handler: hand over items that this worker keeps: which of them are packed (`PACKED`), and the items.
 
     A system call, because the limits of users' calls could drop items that were taken from a queue.
     """
@@ -234,5 +245,5 @@ def hand_over(named: Annotated[list[Named], Meta(max_length=MOST)]) -> Results:
         items = kept_of(node.references, named)
     except ValueError:
         raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none") from None
-    packed = [item.packed is not None for item in items]
+    packed = [item.trace or False if item.packed is None else True for item in items]
     return Results((declared.pack(packed), *(item.value if item.packed is None else item.packed for item in items)))

@@ -30,6 +30,7 @@ from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageErro
 from ..futures import Future
 from ..logs import logger
 from ..protocol.identity import WorkerInfo
+from ..protocol.trace_context import TraceContext
 from ..runtime.calls.current import caller, current_call, permits
 from ..runtime.calls.declared import pack
 from ..runtime.calls.functions import by_right, resource, system
@@ -226,7 +227,9 @@ class ServedQueue:
         for place, answer in zip(far, answers, strict=True):
             if type(answer) is Results and len(answer) == 2:
                 packed, content = answer
-                kept = KeptItem(content) if PACKED.decode(packed) == [True] else KeptItem(None, content)
+                (said,) = PACKED.decode(packed)
+                trace = said if isinstance(said, TraceContext) else None
+                kept = KeptItem(content) if said is True else KeptItem(None, content, trace=trace)
                 items[place] = Kept(node.references.refer_to(KeptItems((kept,))), 0)
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:

@@ -16,6 +16,7 @@ from ..runtime.caller.future import CallFuture
 from ..runtime.caller.peer import Peer
 from ..runtime.caller.unawaited import Unawaited
 from ..runtime.calls.current import is_nested
+from ..runtime.engine.call_tracing import Exchange, MadeSpan
 from ..runtime.node import Node
 from ..undoing import on_error
 from .items import Item, Taken
@@ -35,6 +36,9 @@ class ClientForWaiting(Protocol):
 
     def put_back(self, items: Sequence[Taken]) -> None:
         """Give unwanted items back to the owner. On the loop."""
+
+    def span(self, exchange: Exchange) -> MadeSpan | None:
+        """The span of a put or a get that begins now; None if the worker is not traced."""
 
 
 class State(Enum):
@@ -75,7 +79,7 @@ class WaitingFuture(Unawaited, Future[Any]):
 
     timer: of its timeout, on the loop. request: its own request under way; None if there is none, and for a `get` that
     shares a request. at_once: whether the owner answers at once. began: when it began to wait, by ``time.monotonic``.
-    nested: whether it is part of a call that is served here.
+    nested: whether it is part of a call that is served here. span: if it is traced.
     """
 
     _executor: Executor | None
@@ -86,6 +90,7 @@ class WaitingFuture(Unawaited, Future[Any]):
     request: Request | None = None
     at_once: bool = False
     began: float = 0.0
+    span: MadeSpan | None = None
 
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()
@@ -103,7 +108,9 @@ class WaitingFuture(Unawaited, Future[Any]):
             self._settle(None, engine.lifetime.why_closed())
 
     def stop_waiting(self) -> None:
-        """Stop its timer. On the loop."""
+        """Stop its timer, and end its span. On the loop."""
+        if self.span is not None:
+            self.span.ended(None, self)
         self._client.waits.discard(self)
         if self.timer is not None:
             self.timer.cancel()
@@ -164,6 +171,7 @@ class GetFuture(WaitingFuture):
         begin, self._begin = self._begin, None
         if begin is not None:
             self._client.node.engine.lifetime.check_begin(begun=self.nested)
+            self.span = self._client.span("get")
             self.begin_on_loop(begin)
 
     def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:

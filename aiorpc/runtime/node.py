@@ -42,6 +42,7 @@ from .caller.stream import Stream, open_stream
 from .calls import current
 from .calls.current import Registry, ServedCall, current_call, current_node, is_nested
 from .calls.pending import PendingCall
+from .engine.call_tracing import CallTracer
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
 from .engine.lifetime import Lifetime, loop_has_ended
@@ -90,7 +91,8 @@ class Plan:
     """The user's description of a worker, before anything of it exists.
 
     worker: the `Worker` in the user's program. claims: about its devices, for the others. objects: served under names.
-    role: as in its record. attachments: opened before it joins, and closed first when it ends.
+    role: as in its record. attachments: opened before it joins, and closed first when it ends. make_tracer:
+    makes the tracer of its calls; None: they are not traced.
     """
 
     worker: Any
@@ -107,6 +109,7 @@ class Plan:
     objects: Objects
     role: str = ""
     attachments: Sequence[Attachment] = ()
+    make_tracer: Callable[[Engine], CallTracer] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class Node:
             credentials=meeting.credentials,
             on_handler_error=hooks.on_handler_error,
         )
+        if plan.make_tracer is not None:
+            engine.tracer = plan.make_tracer(engine)
         self.accelerators: Accelerators = Accelerators(engine, plan.accelerator, plan.claims, as_torch=hooks.as_torch)
         stack.push_async_callback(self._end_devices)
         stack.push_async_callback(self._end_connections)

@@ -19,9 +19,9 @@ from sphinx.util import logging
 
 # What signatures name that is not ours: of torch and the standard library, and variables of types.
 FOREIGN = re.compile(
-    r"(torch|asyncio|collections|concurrent|contextlib|contextvars|datetime|enum|inspect|os|pathlib|ssl|types|typing)\."
+    r"(torch|asyncio|collections|concurrent|contextlib|contextvars|datetime|enum|inspect|opentelemetry|os|pathlib|ssl|types|typing)\."
     r"|(.*\.)?[A-Z][A-Za-z]?(_co|_contra)?(\.args|\.kwargs)?$"
-    r"|[a-z]+$|[A-Z]\w*(Error|Exception|Group|Interrupt|Exit)$|(None|True|False|Ellipsis)$"
+    r"|TracerProvider$|[a-z]+$|[A-Z]\w*(Error|Exception|Group|Interrupt|Exit)$|(None|True|False|Ellipsis)$"
 )
 # Of ours: what stands in a signature for type checkers, and has its description where the verb has it.
 CARRIERS = re.compile(r"aiorpc\..*\.(Batched|Batching|BlockingIterator|GroupProxy|ObjectMethods|RemoteMethods)$")

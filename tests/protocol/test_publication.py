@@ -53,7 +53,7 @@ GOLDEN: list[tuple[Struct, str]] = [
     (DigestWanted("n", 4), "92a16e04"),
     (VersionsReleased("n", 1, [2, 3]), "93a16e01920203"),
     (SubscriptionClosed("n", 1, [3]), "93a16e019103"),
-    (EDITION, "9c010503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16dc091a172"),
+    (EDITION, "9d010503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16dc091a172c0"),
 ]
 
 

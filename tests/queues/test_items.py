@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.messages import Reply, Values, write
+from aiorpc.protocol.trace_context import TraceContext
 from aiorpc.queues.items import Taken
 from aiorpc.queues.packing import join, layout_of, split, unpack
 from aiorpc.queues.tickets import TICKET, Tickets, split_tickets
@@ -57,6 +59,21 @@ def test_an_item_without_a_form_for_this_main_module_says_why() -> None:
         unpack(item, safe=True, main="file:/there.py")
 
 
+TRACE = TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=x")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [(TRACE, [TRACE]), (TRACE._replace(tracestate=""), [TRACE._replace(tracestate="")]), ("ab", [])]
+)
+def test_an_item_tells_its_trace_context(said: Sequence[str], told: list[TraceContext]) -> None:
+    """In either form, to whoever asks; what is none is left out."""
+    body, heard = write(Reply(Values(["", *said]))), list[TraceContext]()
+    for item in (joined(body, []), in_two_forms(MAIN, body, OTHER, 3, 0)):
+        assert unpack(item, safe=True, main=MAIN) == ""
+        assert unpack(item, True, MAIN, heard.append) == ""
+    assert heard == told * 2
+
+
 @pytest.mark.parametrize(
     "item",
     [
@@ -69,6 +86,7 @@ def test_an_item_without_a_form_for_this_main_module_says_why() -> None:
         struct.pack("<QQQQ", 0, 2, 1 << 63, 1 << 63),
         joined(b"no body", []),
         joined(write(Reply(Values([1, 2]))), []),
+        joined(write(Reply(Values([1, "", None]))), []),
         joined(write(Reply(Values([]))), []),
         in_two_forms(MAIN, BODY, OTHER, 4, 1),
         in_two_forms(MAIN, BODY, OTHER, -1, 1),

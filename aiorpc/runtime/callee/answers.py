@@ -23,6 +23,7 @@ from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
 from ..calls.functions import is_intrinsic
 from ..calls.values import Destination, Results, encode
+from ..engine.call_tracing import CallTracer
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.pool import ProcessExits
@@ -290,6 +291,8 @@ class Answers:
         """Send the exception, unless the call has ended."""
         if self._engine.lifetime.forked:
             end_child(where(call), error)
+        if self._engine.tracer is not None:
+            _note_error(self._engine.tracer, call, error)
         taken = self._served.end(call, _ERROR if call.begun else _REFUSED)
         if taken and call.creates is not None:
             self._references.settle_created(call, None, error)
@@ -424,6 +427,14 @@ class Answers:
             link.post(prepared, call=call)
         else:
             link.send(ITEM, call.call_id, encode_frame(ITEM, call.call_id, body), call=call)
+
+
+def _note_error(tracer: CallTracer, call: ServedCall, error: BaseException) -> None:
+    """Note an error on the span of a call. A call that is refused before its function was found gets one for that."""
+    if call.span is None and not (call.begun or call.system or call.function.startswith("aiorpc.")):
+        call.span = tracer.served(call, known=False)
+    if call.span is not None:
+        call.span.failed(error)
 
 
 def pass_on(error: BaseException) -> None:

@@ -10,8 +10,9 @@ from torch import is_grad_enabled, set_grad_enabled
 
 from ...errors import WorkerClosed
 from ...interrupts import is_interrupt
+from ...protocol.states import CallOutcome
 from ..calls.batching import Batch
-from ..calls.current import CommonHome, current_call, current_node
+from ..calls.current import CommonHome, ServedCall, current_call, current_node
 from ..gradients.contexts import current_autograd
 
 
@@ -68,6 +69,10 @@ async def _run(batch: Batch) -> None:
 
 def _ended(node: CommonHome, batch: Batch) -> None:
     """Run the batch that waited for the end of this one."""
+    if batch.span is not None:
+        if batch.error is not None:
+            batch.span.failed(batch.error)
+        batch.span.ended(CallOutcome.VALUE if batch.error is None else CallOutcome.ERROR)
     following = batch.end()
     while following is not None and node.engine.lifetime.closed:
         following.abort(_not_run(node))
@@ -94,4 +99,10 @@ def _context_of(node: CommonHome, batch: Batch) -> contextvars.Context:
     within = {getattr(token, "autograd", None) for token in batch.tokens()}
     scope.run(current_autograd.set, within.pop() if len(within) == 1 else None)
     scope.run(current_node.set, node)
+    if node.engine.tracer is not None:
+        calls = [each for each in batch.tokens() if isinstance(each, ServedCall)]
+        spans = [each.span for each in calls if each.span is not None]
+        batch.span = node.engine.tracer.batch(calls[0].function, spans) if spans else None
+        if batch.span is not None:
+            scope.run(batch.span.enter)
     return scope

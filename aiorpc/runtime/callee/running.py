@@ -352,6 +352,8 @@ class Runner:
         self._served.run(call)
         # In a context of its own: a handler's context variables belong to its call.
         context = copy_context()
+        if call.span is not None:
+            context.run(call.span.enter)
         result.append(context.run(handler.function, *args, **kwargs))
         # Frees the arguments' shared memory: it returns with the answer, and is reused while it is cached.
         args.clear()
@@ -522,7 +524,12 @@ class Runner:
         """
         run = self._run_steps if call.landing is not None or call.arrival is not None else self._run_coroutine
         coroutine = run(call, function, args, kwargs)
-        task = self._engine.loop.create_task(coroutine)
+        if call.span is None:
+            task = self._engine.loop.create_task(coroutine)
+        else:
+            context = copy_context()
+            context.run(call.span.enter)
+            task = self._engine.loop.create_task(coroutine, context=context)
         if not task.done():  # a finished eager task has cleaned up already
             call.task = task
             self._tasks.add(task)

@@ -54,11 +54,15 @@ class ServedCalls:
             self._identify_system(call)
         else:
             self._counters.served += 1
+            if self._engine.tracer is not None:
+                call.span = self._engine.tracer.served(call)
 
     def fetch(self, call: ServedCall) -> None:
         """The call fetches the value of a reference, and runs nothing."""
         call.function = FETCH
         self._counters.served += 1
+        if self._engine.tracer is not None:
+            call.span = self._engine.tracer.served(call)
 
     def _identify_system(self, call: ServedCall) -> None:
         call.system = True
@@ -91,6 +95,8 @@ class ServedCalls:
                 tally.served.add(call.function, outcome, now - call.started)
                 if tally.pairs is not None:
                     tally.pairs.add("served", call.function, self._caller, outcome, call.started, now)
+        if call.span is not None:
+            call.span.ended(outcome)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return True

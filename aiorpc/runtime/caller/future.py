@@ -19,6 +19,7 @@ from ...protocol.states import PeerState
 from ...sites import CallSite
 from ...transport.connection import Connection
 from ..engine.call_events import CallKind
+from ..engine.call_tracing import MadeSpan
 from ..engine.engine import Engine
 from ..links.link import Link
 from .known import FunctionEntry
@@ -82,7 +83,7 @@ class CallFuture(Unawaited, Future[Any]):
     come. streamed: whether it is the end of a stream. patient: whether it waits for a worker of that name to join,
     after any earlier one. allowed: seconds of all tries together, if it is tried again. unsent: whether sending it
     failed. parked: whether it waits at its callee for other workers, and runs no code of users. kind, parent, part_of,
-    size: as in a `CallEvent`; size is set for observers.
+    size: as in a `CallEvent`; size is set for observers. span: its own, if calls are traced.
     """
 
     # Defaults on the class, which few calls change.
@@ -92,6 +93,7 @@ class CallFuture(Unawaited, Future[Any]):
     parent: tuple[str, int] | None = None
     part_of: tuple[str, int | str] | None = None
     size: int = 0
+    span: MadeSpan | None = None
 
     # Slots: a dict that grows to a dozen entries would cost more than the rest of a Future.
     __slots__ = (

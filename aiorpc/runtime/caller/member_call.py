@@ -8,6 +8,7 @@ from ...channels.landing import Arrival
 from ...errors import RpcError
 from ...sites import CallSite
 from ..engine.call_events import CallKind
+from ..engine.call_tracing import MadeSpan
 from .future import PeerOfCall
 from .known import FunctionEntry
 
@@ -34,6 +35,7 @@ class MemberCall:
     allowed: float | None = None  # no retries
     parked = False
     kind: CallKind = "call"
+    span: MadeSpan | None = None  # the call of the group has one
 
     __slots__ = (
         "_arrival",

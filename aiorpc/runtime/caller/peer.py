@@ -28,6 +28,8 @@ from ...logs import logger
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, HEAD, Buffer, encode_frame
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, Values, write_plain
+from ...protocol.states import CallOutcome
+from ...protocol.trace_context import TraceContext
 from ...rights import FETCH
 from ..calls import tracing
 from ..calls.current import ServedCall, current_call
@@ -35,6 +37,7 @@ from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.options import PLAIN_CALL, CallOptions
 from ..calls.values import encode
+from ..engine.call_tracing import CallTracer, MadeSpan, Raised
 from ..gradients.contexts import Tape
 from ..links.link import FEW
 from .addressee import Addressee
@@ -99,13 +102,16 @@ class Peer(Addressee):
         if named is None:
             self._add_by_value(entry, function, values, depth + 1)
         remaining = None if deadline is None else deadline - now
+        trace, span, tracer = tracing.current(), None, self.engine.tracer
+        if tracer is not None and not system:
+            trace, span = self._traced(tracer, entry.name, trace, options)
         message = Call(
             named,
             Values(values),
             names,
             remaining,
             origin,
-            tracing.current(),
+            trace,
             within,
             options.credit,
             options.creates,
@@ -117,13 +123,17 @@ class Peer(Addressee):
         if not (system or options.site or options.begun):
             caller = sys._getframe(depth)
             call._site = caller.f_code, caller.f_lasti
+        if span is not None:
+            call.span = span
         frame = None if self.record is None else write_plain(CALL, call.call_id, message, self.max_body)
         try:
             if frame is not None:
                 self._send_frame(call, frame, options)
             else:
                 self._send_written(_Request(call, function, message, len(args), tape, options))
-        except Exception:
+        except Exception as error:
+            if span is not None:
+                span.ended(CallOutcome.REFUSED, Raised(error))
             self.pending.cancel(call.call_id)
             raise
         # `fail` sets `gone` first, and may have gone through `calls` before this call was in it.
@@ -175,6 +185,20 @@ class Peer(Addressee):
         if tape is not None and options.part_of is None:
             options = options._replace(part_of=("context", context))
         return tape, None if tape is None else context, options
+
+    def _traced(
+        self, tracer: CallTracer, function: str, trace: TraceContext | None, options: CallOptions
+    ) -> tuple[TraceContext | None, MadeSpan | None]:
+        """The trace context of a call of users, and its span; None if it is a part of something with a span.
+
+        What continues earlier work (`begun`) is a part of that.
+        """
+        if options.span is not None:
+            return options.span.context, None
+        if options.begun:
+            return trace, None
+        span = tracer.made(function, self, stream=options.stream is not None)
+        return (trace, None) if span is None else (span.context, span)
 
     def _take_options(self, call: CallFuture, options: CallOptions, serving: ServedCall | None) -> None:
         """Note a call's options on it, and the call whose handler makes it."""

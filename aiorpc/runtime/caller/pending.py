@@ -104,6 +104,8 @@ class PendingCalls:
                 tally.made.add(call.entry.name, outcome, now - call.started)
                 if tally.pairs is not None:
                     tally.pairs.add("made", call.entry.name, self._peer.name, outcome, call.started, now)
+        if call.span is not None:
+            call.span.ended(outcome, call)
         if self._engine.call_observers:
             tell_end(self._engine.call_observers, self._event(call, size), outcome)
         return call

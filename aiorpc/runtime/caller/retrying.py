@@ -41,9 +41,10 @@ from ...sites import CallSite, describe_site
 from ...undoing import on_error
 from ..calls import tracing
 from ..calls.current import CommonHome, current_call, is_nested
-from ..calls.functions import describe
+from ..calls.functions import describe, name_of
 from ..calls.options import CallOptions
 from ..calls.pending import PendingCall
+from ..engine.call_tracing import MadeSpan
 from ..engine.engine import Engine
 from ..gradients.contexts import Gradients
 from .future import CallFuture
@@ -127,6 +128,9 @@ class Retries:
         future = RetriedFuture(self, engine, tries, describe(function), worker, site, allowed)
         future.nested = is_nested(self._home)
         future.trace = tracing.current()
+        if engine.tracer is not None:
+            # Tries may go to several workers.
+            future.span = engine.tracer.made(name_of(function) or future.function, None)
         future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future), met)
         return future
 
@@ -146,7 +150,8 @@ class Retries:
         peer = self._home.peers.find(to() if callable(to) else to)
         once = None if number is None else (number, future.reached.count(peer))
         part_of = "retries", future.number
-        options = CallOptions(wait, site=future._site, once=once, allowed=future.allowed, part_of=part_of)
+        site, span = future._site, future.span
+        options = CallOptions(wait, site=site, once=once, allowed=future.allowed, part_of=part_of, span=span)
         with tracing.using(future.trace):  # a later try runs in another context
             return peer.call(function, args, kwargs, seconds, options=options)
 
@@ -198,6 +203,7 @@ class RetriedFuture(Unawaited, Future[object]):
     tried: str = ""
     nested = False  # whether a handler made it
     trace: TraceContext | None = None  # its trace context
+    span: MadeSpan | None = None  # of all tries
 
     def __init__(
         self,
@@ -278,6 +284,8 @@ class RetriedFuture(Unawaited, Future[object]):
             self._end(RetriedEvent.USED_UP, None, error)
         else:
             self._engine.counters.retried += 1
+            if self.span is not None:
+                self.span.failed_in_part("retry", self.tried, error)
             self._retries.pause(self, seconds)
 
     def _name_of(self, call: CallFuture | None) -> str:
@@ -325,6 +333,7 @@ class RetriedFuture(Unawaited, Future[object]):
             seconds = time.monotonic() - self._began
             foreign.add_note(error, f"it was tried {self._tries.made} times in {seconds:.3g} s")
         self._settle(value, error)
+        self._end_span()
 
     def _end_overdue(self, now: float) -> float:
         """As of any Future. Between two tries there is no call to end, but a pause of the loop's."""
@@ -351,6 +360,11 @@ class RetriedFuture(Unawaited, Future[object]):
         self._retries.calls.discard(self)
         if call is not None:
             call.cancel()
+        self._end_span()
+
+    def _end_span(self) -> None:
+        if self.span is not None:
+            self.span.ended(None, self)
 
     def close(self) -> None:
         """The worker leaves."""

@@ -29,6 +29,7 @@ from ..._typing import Args, Function, T_co
 from ...errors import RpcCancelled, RpcUsageError
 from ...locks import Lock
 from ...logs import logger
+from ..engine.call_tracing import ServedSpan
 from .annotations import signature
 
 MARK = "__aiorpc_batched__"
@@ -68,6 +69,10 @@ class Batch:
         """When it must run though not full, in seconds of ``time.monotonic``; None: only when full."""
         self.overdue = False
         """Whether that time came while the most batches ran: it runs, full or not, when one of them ends."""
+        self.error: BaseException | None = None
+        """What the function raised, if it has run and has raised."""
+        self.span: ServedSpan | None = None
+        """Of its run, if calls are traced."""
 
     def __len__(self) -> int:
         """Callers waiting in it; 0 once it has started."""
@@ -151,6 +156,7 @@ class Batch:
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
         """Settle every caller; an exit or a cancellation is then raised in the thread or task that runs the batch."""
         told = self._told(error)
+        self.error = error
         for entry in entries:
             _tell(entry.done, None, told)
         if not foreign.is_a(error, Exception):

@@ -27,6 +27,7 @@ from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
 from ...protocol.trace_context import TraceContext, valid
+from ..engine.call_tracing import ServedSpan
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.lifetime import Lifetime
@@ -94,7 +95,7 @@ class ServedCall:
     devices. arrival: of the value whose method the handler is; the handler's streams wait for it. on_cancel: called on
     the loop when the caller gives up. task: runs the coroutine or asynchronous generator. thread: the id of the
     handler's thread, 0 for none. told, woken: whether that thread knows that the caller has given up, and whether it
-    was woken for that.
+    was woken for that. span: its own, if calls are traced.
     """
 
     autograd: int | None
@@ -132,6 +133,7 @@ class ServedCall:
         "replied",
         "segments",
         "size",
+        "span",
         "started",
         "system",
         "task",
@@ -179,6 +181,7 @@ class ServedCall:
         self.thread: int = 0
         self.batch: int = 0
         self.told = self.woken = False
+        self.span: ServedSpan | None = None
 
     @property
     def over(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ...protocol.reference_messages import ReferenceId
 from ...sites import CallSite
+from ..engine.call_tracing import MadeSpan
 
 
 class CallOptions(NamedTuple):
@@ -17,7 +18,8 @@ class CallOptions(NamedTuple):
     call with retries: as in a Call, and the seconds of all tries together; None for no limit. creates: ids of the
     reference whose value the result becomes. credit, stream: how many items the producer of a stream may send at first,
     and its consumer (`ItemSink`). keeps: a handle that has to live as long as the call: the message of its death must
-    not overtake a long call of its value. part_of: see `CallEvent`.
+    not overtake a long call of its value. part_of: see `CallEvent`. span: of what the call is a part of; it then
+    has none of its own.
     """
 
     wait: bool = False
@@ -31,6 +33,7 @@ class CallOptions(NamedTuple):
     stream: Any = None
     keeps: object = None
     part_of: tuple[str, int | str] | None = None
+    span: MadeSpan | None = None
 
 
 PLAIN_CALL, WAITING_CALL = CallOptions(), CallOptions(wait=True)

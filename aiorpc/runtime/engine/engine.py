@@ -23,6 +23,7 @@ from ...transport.connection import Connection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
 from .call_events import CallObservers
+from .call_tracing import CallTracer
 from .counters import Counters
 from .host import cores
 from .lifetime import Lifetime, loop_has_ended
@@ -60,8 +61,8 @@ class Engine:
     moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
     each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
     each step of each call, transfer_observers each transfer by a channel; both are replaced in the same way. tally:
-    what metrics count; None without them. numbers: of group calls, calls with retries, batches and recordings. began:
-    ``time.monotonic()`` seconds.
+    what metrics count; None without them. tracer: makes the spans of calls; None: traces are off. numbers: of group
+    calls, calls with retries, batches and recordings. began: ``time.monotonic()`` seconds.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Engine:
         self.call_observers: CallObservers = ()
         self.transfer_observers: TransferObservers = ()
         self.tally: Tally | None = None
+        self.tracer: CallTracer | None = None
         self.observing: AbstractContextManager[Any] = Lock()  # held while that tuple is replaced
         self.numbers: itertools.count[int] = itertools.count(1)
         # On one core busy polling would delay the other end.
@@ -229,7 +231,11 @@ class Engine:
 
         Returns how many handler threads still run. patience: seconds to wait for them.
         """
-        await self.tasks.end(self.bounds.tasks)
+        try:
+            await self.tasks.end(self.bounds.tasks)
+        finally:  # also where the loop is closed, and nothing can be awaited
+            if self.tracer is not None:
+                self.tracer.close()
         self.background.close(0.0)
         try:
             return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Generic
 
@@ -38,6 +38,7 @@ from ...sites import CallSite
 from ..caller.member_call import MemberCall
 from ..caller.unawaited import Unawaited
 from ..calls.failures import came_from_afar
+from ..engine.call_tracing import MadeSpan
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
 
@@ -59,6 +60,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
 
     _apart = True
     _twins = True
+    _span: MadeSpan | None = None  # if calls are traced
 
     def __init__(self, engine: Engine, function: str, names: Sequence[str], quorum: int | None, site: CallSite) -> None:
         """quorum: how many values are enough; None waits for an outcome of each member.
@@ -147,14 +149,25 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
             self._settle(
                 None, outcomes._failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,")
             )
+            self._end_span(outcomes)
             return
         try:
             if self._quorum is None and values < len(outcomes):  # a quorum says how many may fail
                 outcomes._watch(self._describe())
             self._settle(outcomes)
         finally:
+            self._end_span(outcomes)
             if self._value is not outcomes:  # another thread settles it
                 outcomes._mark_seen()
+
+    def _end_span(self, outcomes: Iterable[Outcome[T]]) -> None:
+        """End its span. outcomes: of its members."""
+        span, self._span = self._span, None
+        if span is not None:
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    span.failed_in_part("member_failed", outcome.name, outcome.error)
+            span.ended(None, self)
 
     def _twin(self, value: Outcomes[T]) -> Outcomes[T]:
         return value._twin()
@@ -186,6 +199,7 @@ class GroupCall(Unawaited, Future[Outcomes[T]], Generic[T]):
     def _on_cancel(self) -> None:
         self._came.setdefault(_OVER, None)
         self._call_off("it was cancelled")
+        self._end_span(())
         self._wake()
 
     def _end_overdue(self, now: float) -> float:

@@ -189,10 +189,14 @@ class PeerGroup:
         quorum = count_of(options.quorum, len(peers))
         home, retry = self._home, options.retry
         sending = Sending(home, peers, Called(function, args, kwargs), options.timeout, site, retry.wait)
-        sending.prepare()
+        if home.engine.tracer is None or retry.retries:  # each member's call with retries has its own span
+            sending.prepare()
+        else:
+            sending.prepare_traced(home.engine.tracer)
         call: GroupCall[object] = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
         if options.progress:
             call._show(progress.begin(sending.name))
+        call._span = sending.span
 
         def try_again(place: int, _: GroupCall[object]) -> Future[object]:
             to = peers[place].name

@@ -11,6 +11,7 @@ from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.messages import Fetch, Method
+from ...rights import FETCH
 from ...sites import CallSite, call_site
 from ..caller.member_call import MemberCall
 from ..caller.waiting import nothing
@@ -78,8 +79,13 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
         methods = [Method(*ref._name(), name) for ref in self._refs]
         seconds = self._seconds(timeout)
         sending = Sending(self._home, peers, Called(None, args, kwargs, methods, self._refs), seconds, site)
-        sending.prepare()
+        tracer = self._home.engine.tracer
+        if tracer is None:
+            sending.prepare()
+        else:
+            sending.prepare_traced(tracer)
         call = self._make(name, site)
+        call._span = sending.span
         self._send_all(call, sending.send, sending.flush)
         for ref in self._refs:
             ref._asked(call)
@@ -88,12 +94,16 @@ class RRefGroup(Sequence[RRef[T]], Generic[T]):
     def _fetch(self, seconds: float, site: CallSite) -> GroupCall[Any]:
         by_id = self._home.peers.by_id
 
+        tracer = self._home.engine.tracer
+        span = None if tracer is None else tracer.made(FETCH, None)
+
         def send(place: int, _: GroupCall[object]) -> Future[object]:
             ref = self._refs[place]
-            fetch, options = Fetch(*ref._name()), CallOptions(site=site, keeps=ref)
+            fetch, options = Fetch(*ref._name()), CallOptions(site=site, keeps=ref, span=span)
             return ref._asked(by_id(ref._owner).call(fetch, (), None, seconds, options=options))
 
-        call = self._make("to_here", site)
+        call = self._make(FETCH, site)
+        call._span = span
         self._send_all(call, send)
         return call
 

@@ -29,6 +29,7 @@ from ...protocol.messages import (
     without_function,
     write_plain,
 )
+from ...protocol.states import CallOutcome
 from ...sites import CallSite
 from ...undoing import on_error
 from ..caller.future import cannot_send
@@ -40,9 +41,10 @@ from ..caller.waiting import WaitingCall, WaitingFrame, nothing
 from ..calls import tracing
 from ..calls.current import current_call
 from ..calls.failures import NO_VALUE, absence_behind
-from ..calls.functions import describe
+from ..calls.functions import describe, name_of
 from ..calls.options import CallOptions
 from ..calls.values import encode
+from ..engine.call_tracing import CallTracer, MadeSpan, Raised
 from ..links.link import FEW, Link
 from .group_call import GroupCall
 from .home import Home
@@ -80,7 +82,8 @@ class Sending:
     """One call to several workers. `prepare` writes it and raises errors; `send` sends it to each worker, except large
     buffers, which `flush` sends at last.
 
-    timeout: seconds, 0 for no limit. site: where the call was made. wait: as of `Peer.call`.
+    timeout: seconds, 0 for no limit. site: where the call was made. wait: as of `Peer.call`. span: of the whole, if
+    calls are traced: all members get its context.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Sending:
         self._deadline = self._now + timeout if timeout else None
         self._origin: tuple[int, int] | None = None
         self._trace = tracing.current()
+        self.span: MadeSpan | None = None
         self._parent: tuple[str, int] | None = None
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is home:
@@ -130,6 +134,19 @@ class Sending:
         return self._methods[0].name if self._methods and self._function is None else describe(self._function)
 
     # --- before anything is sent ------------------------------------------------------------------------------------
+
+    def prepare_traced(self, tracer: CallTracer) -> None:
+        """As `prepare`, with a span."""
+        named = None if self._methods else name_of(self._function)
+        span = tracer.made(named or self.name, None)
+        if span is not None:
+            self.span, self._trace = span, span.context
+        try:
+            self.prepare()
+        except Exception as error:
+            if span is not None:
+                span.ended(CallOutcome.REFUSED, Raised(error))
+            raise
 
     def prepare(self) -> None:
         """Encode the call, and send nothing. Raises the errors of `Peer.call`, except Overloaded."""
@@ -202,7 +219,9 @@ class Sending:
         keeps = self._keeps[place] if self._keeps else None
         if letter is None:
             function: Any = self._methods[place] if self._methods else self._function
-            options = CallOptions(self._wait, site=self._site, keeps=keeps, part_of=("group", group._number))
+            options = CallOptions(
+                self._wait, site=self._site, keeps=keeps, part_of=("group", group._number), span=self.span
+            )
             return peer.call(function, self._args, self._kwargs, self._timeout, options=options)
         entry, body, buffers = letter
         pending, link, connection = peer.pending, peer.link, peer.connection

@@ -23,6 +23,7 @@ from ...protocol.frames import Buffer
 from ...protocol.messages import Reply, Values, read_values, write
 from ...protocol.plain import names_nothing
 from ...protocol.reference_messages import PassedReference
+from ...protocol.trace_context import TraceContext
 from ..calls.values import decode, encode
 from ..engine.engine import Engine
 
@@ -49,7 +50,8 @@ class Content(NamedTuple):
     second has buffers of its own, it says how many of the first ones are not its own; its own are the last.
     buffers: the bytes of the tensors, borrowed from them. spans, size: where the buffers will lie, and the bytes of
     all.
-    marks: events of devices that copy into the buffers; wait for them before reading.
+    marks: events of devices that copy into the buffers; wait for them before reading. trace: the trace context in which
+    it is published.
     """
 
     bodies: tuple[bytes, ...]
@@ -57,6 +59,7 @@ class Content(NamedTuple):
     spans: list[Span]
     size: int
     marks: Sequence[Event] = ()
+    trace: TraceContext | None = None
 
 
 def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | None = None) -> Content:

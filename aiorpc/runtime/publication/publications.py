@@ -32,10 +32,12 @@ from ...protocol.publication import (
     needed,
     write,
 )
+from ...protocol.states import CallOutcome
 from ...sites import call_site, outside
 from ...undoing import on_error
 from ..calls.current import within_call
 from ..calls.values import Results
+from ..engine.call_tracing import Raised
 from ..engine.host import provably_dead
 from ..engine.watch import ProcessWatch
 from ..group.events import Listener
@@ -90,8 +92,18 @@ class Publications:
         """See `aiorpc.publish`."""
         check_name(name)
         self._engine.lifetime.check_begin()
-        content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
+        tracer = self._engine.tracer
+        span = None if tracer is None else tracer.exchanged("publish", name)
+        try:
+            content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
+        except Exception as error:
+            if span is not None:
+                span.ended(CallOutcome.REFUSED, Raised(error))
+            raise
         future: Future[Publication] = self._future(f"publishing {name!r}")
+        if span is not None:
+            content = content._replace(trace=span.context)
+            future._when_settled(partial(span.ended, None))
         future._site = call_site(outside("aiorpc"))  # to log a failure that the program does not look at
         self._begin(future, lambda: self._publish(name, content, future))
         return future

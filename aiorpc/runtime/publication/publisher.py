@@ -99,7 +99,7 @@ class Publisher(VersionStore):
 
     async def _put(self, version: int, content: Content) -> None:
         engine = self._engine
-        origin = Origin(engine.id, engine.name, engine.record.main, (engine.record.role,))
+        origin = Origin(engine.id, engine.name, engine.record.main, (engine.record.role,), content.trace)
         stored = self.begin(version, origin, content.bodies, content.spans, content.size)
 
         def copy() -> None:

@@ -103,7 +103,7 @@ class Relay(VersionStore):
             raise ProtocolError(f"{self.publisher.describe()} has sent version {edition.version} after {have}")
         if not all(type(body) is bytes for body in bodies):
             raise ProtocolError(f"{self.publisher.describe()} has sent a version without what it says of its value")
-        origin = Origin(edition.publisher, edition.worker, edition.main, [self.publisher.role])
+        origin = Origin(edition.publisher, edition.worker, edition.main, [self.publisher.role], edition.trace)
         spans = [(start, length) for start, length in edition.spans]
         if edition.size > self._engine.options.max_tensor_bytes:
             raise ProtocolError(f"a version of {edition.size} bytes, which is more than max_tensor_bytes")

@@ -18,8 +18,11 @@ from ...errors import NotAllowed, RpcCancelled, RpcError, RpcTimeout, RpcUsageEr
 from ...futures import Future
 from ...interrupts import acquire
 from ...protocol.identity import WorkerInfo
+from ...protocol.states import CallOutcome
+from ...protocol.trace_context import valid
 from ..calls.current import within_call
 from ..calls.failures import without_frames
+from ..engine.call_tracing import Raised
 from .content import choose, put_together, unreadable
 from .prefetcher import ArrivedVersion, Prefetcher
 from .readers import Delivery
@@ -176,6 +179,21 @@ class Subscription(AsyncIterator[PublishedVersion[T_co]], Iterator[PublishedVers
             self._prefetcher.forget(wake)
 
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
+        tracer = self._prefetcher.engine.tracer
+        span = None if tracer is None else tracer.exchanged("receive", self.name)
+        if span is None:
+            return self._opened(arrival)
+        trace = arrival.edition.trace
+        span.linked(None if trace is None else valid(trace))
+        try:
+            version = self._opened(arrival)
+        except Exception as error:
+            span.ended(CallOutcome.ERROR, Raised(error))
+            raise
+        span.ended(CallOutcome.VALUE, Raised(None))
+        return version
+
+    def _opened(self, arrival: ArrivedVersion) -> PublishedVersion[T_co]:
         engine = self._prefetcher.engine
         try:
             body = choose(arrival.bodies, arrival.edition.main, engine)

@@ -41,6 +41,7 @@ from ...protocol.publication import (
     Want,
     write,
 )
+from ...protocol.trace_context import TraceContext
 from ..calls.values import Results
 from ..engine.engine import Engine
 from .home import Home
@@ -60,13 +61,15 @@ Key = tuple[int, int]  # the id of a worker, and the number of its subscription
 class Origin(NamedTuple):
     """The publisher of a version: its id, name, and main module.
 
-    roles: the publisher's role, and the roles of all workers that handed the version on.
+    roles: the publisher's role, and the roles of all workers that handed the version on. trace: the trace context in
+    which it was published.
     """
 
     publisher: int
     worker: str
     main: str
     roles: Sequence[str]
+    trace: TraceContext | None = None
 
 
 @dataclass(eq=False)
@@ -301,6 +304,7 @@ class VersionStore:
             origin.main,
             source,
             [*origin.roles],
+            origin.trace,
         )
 
     def _lend(self, stored: Stored) -> Bytes:
