@@ -5,6 +5,8 @@ The names are written here because the Python package of the conventions is behi
 
 from __future__ import annotations
 
+from ..protocol.identity import legible
+
 #: The version of the conventions that the names are from.
 VERSION = "1.45.0"
 SCHEMA_URL = f"https://opentelemetry.io/schemas/{VERSION}"
@@ -38,4 +40,4 @@ OTHER = "_OTHER"
 
 def method_name(function: str) -> str:
     """`rpc.method` of a function that aiorpc names ``module:name``."""
-    return function.replace(":", "/")
+    return legible(function.replace(":", "/"))

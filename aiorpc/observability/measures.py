@@ -21,10 +21,9 @@ from ..queues.served import ServedQueue
 from ..runtime.engine.tally import BOUNDS, MOST_PEERS, Durations, PeerTraffic, Tally
 from ..runtime.node import Node
 from ..runtime.statistics import Statistics, collect
+from .conventions import SYSTEM, method_name
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-#: The value of `rpc_system_name`.
-SYSTEM = "aiorpc"
 #: How many published values and queues of a worker are told; the first ones.
 MOST_NAMES = 100
 
@@ -73,15 +72,10 @@ def _one(name: str, kind: str, meaning: str, read: Callable[[Scraped], float]) -
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def method(function: str) -> str:
-    """The name of a function as the conventions have it: `package.module/function`."""
-    return legible(function.replace(":", "/"))
-
-
 def _durations(durations: Durations) -> Iterator[HistogramRow]:
     total: dict[tuple[str, CallOutcome], list[float]] = {}
     for function, outcome, row in durations.rows():
-        known = total.setdefault((method(function), outcome), [0.0] * len(row))
+        known = total.setdefault((method_name(function), outcome), [0.0] * len(row))
         for place, count in enumerate(row):
             known[place] += count
     for (function, outcome), row in total.items():
