@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable
 from contextvars import Context
+from types import FrameType
 from typing import TypeVar
 
 from .errors import Overloaded
@@ -25,6 +27,21 @@ def daemon(target: Callable[..., object], *args: object, name: str) -> threading
     if sys.version_info >= (3, 14):
         return threading.Thread(target=target, args=args, name=name, daemon=True, context=Context())
     return threading.Thread(target=target, args=args, name=name, daemon=True)
+
+
+def current_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's number. Any thread.
+
+    Without the garbage collector meanwhile: in some releases of Python 3.11 and 3.12 a collection inside of
+    ``sys._current_frames`` can stop all threads for ever (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def waits_in_main_thread() -> bool:

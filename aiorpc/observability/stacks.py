@@ -9,7 +9,6 @@ import linecache
 import opcode
 import os
 import re
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +19,7 @@ from typing import Any
 from ..runtime.calls.current import ServedCall
 from ..runtime.node import Node
 from ..sites import describe_site
+from ..threads import current_frames
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = os.path.dirname(threading.__file__)
@@ -63,7 +63,7 @@ def stands_at_lock(call: ServedCall) -> bool:
     if call.task is not None:
         places = list(_awaited(call.task.get_coro()))
         return bool(places) and _is_in(places[-1][0], "asyncio", "locks.py") and places[-1][0].co_name == "acquire"
-    frame = sys._current_frames().get(call.thread) if call.thread else None
+    frame = current_frames().get(call.thread) if call.thread else None
     if frame is None or frame.f_code.co_filename.startswith(_PACKAGE):  # in a wait of aiorpc
         return False
     within = None  # a semaphore waits in a condition, as an event does, which is no lock
@@ -115,7 +115,7 @@ def all_stacks(nodes: list[Node]) -> str:
         return [*waits, *_every_line(places)]
 
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in current_frames().items():
         if ident != threading.get_ident():
             served = of_thread.get(ident)
             title = f"thread {names.get(ident, '?')} ({ident}){_serving(served)}"
@@ -151,7 +151,7 @@ _Place = tuple[CodeType, int]
 
 
 def _frames_of(thread: int) -> Iterator[_Place]:
-    return _frames(sys._current_frames().get(thread))
+    return _frames(current_frames().get(thread))
 
 
 def _frames(frame: FrameType | None) -> Iterator[_Place]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from ...logs import logger
+from ...threads import current_frames
 
 _FRAMES = 4
 _DEDICATED = "options.dedicated_loop for a program whose own steps block the loop"
@@ -235,7 +235,7 @@ def _collections() -> int:
 
 def _frames_of(thread: int) -> list[FrameType]:
     """The frames of a thread, innermost first."""
-    frame: FrameType | None = sys._current_frames().get(thread)
+    frame: FrameType | None = current_frames().get(thread)
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
