@@ -139,6 +139,7 @@ async def test_the_call_of_a_client_that_goes_away_is_cancelled(service: Any) ->
         await request
         assert sent[0]["status"] == 499
         await until(lambda: len(worker.pending_calls()) == held)
+        assert await worker.call("model", len, "abc") == 3  # by now the model's worker has read that it is cancelled
         service.MODEL.free.set()
         assert (await first).status_code == 200
         assert (await client.post("/infer", json=ROW)).status_code == 200
