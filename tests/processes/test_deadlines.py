@@ -213,7 +213,7 @@ async def test_every_verb_ends_when_its_time_is_up() -> None:
             queue = rpc.queue("theirs", owner="w0", timeout=TIME)
             assert await queue.empty()
             await until(mine.full)
-            child.kill(signal.SIGSTOP)
+            await child.stop()
             try:
                 publication = await rpc.publish("mine", torch.zeros(1))
                 here = Here(queue, mine, ref, refs, publication, threads)
