@@ -21,7 +21,7 @@ from . import queues
 from ._typing import Function, Items, Later, P, T
 from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
-from .errors import RpcUsageError
+from .errors import RpcUsageError, WorkerClosed
 from .futures import Future
 from .notebooks import html_table
 from .observability.endpoint import Visibility
@@ -356,6 +356,11 @@ class Worker:
         peer = peers.find(to)
         call = peer.call(present, (), None, limit, system=True, options=WAITING_CALL)
         call.parked = True
+        try:  # leaving that began just before has ended the waits that it knew; this one was not parked yet
+            node.engine.lifetime.check_begin()
+        except WorkerClosed:
+            call.cancel()
+            raise
         return _Coming(peer, call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: object) -> Future[Publication]:
