@@ -5,6 +5,7 @@ Times are seconds of ``time.monotonic()`` of the worker that has noted them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -93,7 +94,7 @@ class Summary(Struct, array_like=True, forbid_unknown_fields=True):
 
 T = TypeVar("T")
 
-write = msgspec.msgpack.encode
+write: Callable[[object], bytes] = msgspec.msgpack.encode
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(list[Note], strict=True)
 _summary: msgspec.msgpack.Decoder[Summary] = msgspec.msgpack.Decoder(Summary, strict=True)
 

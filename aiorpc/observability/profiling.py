@@ -37,8 +37,8 @@ class Profiling:
 
     def __init__(self, worker: str, seconds: float) -> None:
         """seconds: it stops by itself after these."""
-        self.trouble = ""
-        self.error = 0.0
+        self.trouble: str = ""
+        self.error: float = 0.0
         self._worker = worker
         self._seconds = seconds
         self._ranges: list[RangeNote] = []

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -91,7 +91,7 @@ def _families(looks: list[tuple[str, Scraped]]) -> list[_Family]:
 class Reader(BaseHTTPRequestHandler):
     """One reader. timeout: seconds for each wait for it."""
 
-    timeout = PATIENCE
+    timeout: ClassVar[float | None] = PATIENCE
     server: MetricsServer
 
     def do_GET(self) -> None:
@@ -130,11 +130,11 @@ class MetricsServer(socketserver.TCPServer):
         self.address_family = family
         self.token = token
         self.users = 0
-        self.collected = Workers()
+        self.collected: Workers = Workers()
         self._readers: dict[threading.Thread, socket.socket] = {}
         self._lock: Any = Lock()
         self._ended = False
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self.collected)
         ProcessCollector(registry=self.registry)
         super().__init__(address, Reader)

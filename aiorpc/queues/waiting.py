@@ -171,7 +171,7 @@ class GetFuture(WaitingFuture):
         begin, self._begin = self._begin, None
         if begin is not None:
             self._client.node.engine.lifetime.check_begin(begun=self.nested)
-            self.span = self._client.span("get")
+            self.span: MadeSpan | None = self._client.span("get")
             self.begin_on_loop(begin)
 
     def _when_settled(self, callback: Callable[[Future[Any]], None]) -> None:

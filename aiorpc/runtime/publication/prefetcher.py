@@ -116,8 +116,9 @@ class Prefetcher:
         self._publications = publications
         self._outbound = publications.outbound
         self.newest: int = 0
-        self.came = self.taken_came = 0.0
-        self.taken = 0
+        self.came: float = 0.0
+        self.taken_came: float = 0.0
+        self.taken: int = 0
         self._made_by = -1  # id of the publisher of `newest`
         self._maps = False
         self._views: dict[int, SlotView] = {}

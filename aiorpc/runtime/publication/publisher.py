@@ -71,7 +71,7 @@ class Publisher(VersionStore):
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
         self._next = self.lease.first
-        self.put_at = 0.0
+        self.put_at: float = 0.0
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._readers = Readers()
         self._waiters: set[_AwaitedDelivery] = set()
