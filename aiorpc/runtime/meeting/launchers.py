@@ -174,10 +174,12 @@ def found(environ: Environment) -> Launched | None:
             f"set {launcher.size[-1]} for all of them"
         )
     rank, size = _number(environ, launcher.rank), _number(environ, size_of)
+    if environ.get("RANK") and environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != size:
+        return None  # each process of the launcher starts several workers, and numbers them
     for name, said, own in (("RANK", rank, launcher.rank), ("WORLD_SIZE", size, size_of)):
         if environ.get(name) and _number(environ, name) != said:
             raise RendezvousError(
-                f"{name} is {environ[name]}, and {own} of {launcher.name} is {said}: set {name} to the same for each "
+                f"{name} is {environ[name]}, and {own}, by {launcher.name}, is {said}: set {name} to the same in each "
                 "process, or not at all"
             )
     if rank >= size:

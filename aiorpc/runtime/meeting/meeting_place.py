@@ -6,6 +6,7 @@ Functions that look up names block: call them in a helper thread, never on a loo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -13,16 +14,21 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from ...errors import RendezvousError, RpcUsageError
+from ...transport import sockets
+from . import launchers
+from .launchers import Launched
 from .patience import Patience
 
 # Addresses for documentation (RFC 5737, RFC 3849), to ask the kernel for the route to the rest of the world.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = ("127.0.0.1", "::1")
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """A meeting place. path is for files; host, port and agent (torchrun owns the store) for TCP."""
+    """A meeting place. path is for files; host, port and agent (torchrun owns the store) for TCP. launched: what a
+    launcher said of this process, from which the others come."""
 
     rank: int | None
     world_size: int | None
@@ -30,6 +36,7 @@ class MeetingPlace:
     host: str = ""
     port: int = 0
     agent: bool = False
+    launched: Launched | None = None
 
     def __str__(self) -> str:
         if self.path:
@@ -99,11 +106,17 @@ def check_ranks(rank: int | None, world_size: int | None) -> None:
 
 
 def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
+    """That of torchrun's variables, which may be set by hand, or that of another launcher."""
+    launched = launchers.found(environ)
+    if launched is not None and not all(environ.get(name) for name in _OF_TORCHRUN):
+        return _from_launcher(launched, rank, world_size)
+
     def variable(name: str) -> str:
         if not environ.get(name):
             raise RendezvousError(
                 f"init_method env:// needs the environment variable {name}, which is not set: start the program with "
-                "torchrun, which sets it, or say rank=, world_size= and init_method= yourself (init_rpc takes the last "
+                "torchrun, which sets it, or by another launcher that is known (Slurm, Open MPI, Kubernetes; the "
+                "documents list them), or say rank=, world_size= and init_method= yourself (init_rpc takes the last "
                 "one in RpcBackendOptions)"
             )
         return environ[name]
@@ -115,6 +128,20 @@ def _from_environment(rank: int | None, world_size: int | None, environ: Mapping
         port=_number(variable("MASTER_PORT"), "MASTER_PORT", 1, 65_535),
         agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _from_launcher(launched: Launched, rank: int | None, world_size: int | None) -> MeetingPlace:
+    if world_size is not None and world_size != launched.size:
+        raise RendezvousError(
+            f"world_size is {world_size}, and this process was started by {launched}: leave world_size out, or start "
+            "as many processes"
+        )
+    rank = launched.rank if rank is None else rank
+    if launched.alone:  # no port: two jobs of a host never meet
+        name = hashlib.sha256(f"{launched.launcher} {launched.job}".encode()).hexdigest()[:16]
+        path = str(sockets.private_directory() / f"meet-{name}")
+        return MeetingPlace(rank, launched.size, path=path, launched=launched)
+    return MeetingPlace(rank, launched.size, host=launched.host, port=launched.port, launched=launched)
 
 
 def _number(text: str, name: str, low: int = 0, high: int = 1 << 31) -> int:

@@ -127,6 +127,8 @@ class Rendezvous:
             place = MeetingPlace(rank, world_size)
         else:
             place = parse(init_method, rank, world_size, os.environ)
+            if place.launched is not None:
+                logger.info("started by %s; the group meets at %s", place.launched, place)
         patience.place = str(place)
         if (
             options.require_secret and own_secret is None and place.world_size is None
