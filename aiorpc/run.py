@@ -94,9 +94,10 @@ class _Seat:
 
 
 class LocalWorkers:
-    """Workers on this machine, and the store where they meet. A context manager: starts them, and ends them all.
+    """Workers on this machine, and the store where they meet. A context manager, whose end ends them all.
 
-    start: starts one. names: by rank, for messages. free: they form a group without a size, else one of fixed size.
+    start: starts one. names: by rank, for messages. free: where they form a group
+    without a size, as init_method; else they form one of fixed size.
     max_restarts: how often each is started again after it has failed. grace: seconds between the signals that end one.
     tell: gets a line for each one that is started again. Its methods are for one thread.
     """
@@ -106,7 +107,7 @@ class LocalWorkers:
         start: Start,
         names: Sequence[str],
         *,
-        free: bool = False,
+        free: str = "",
         max_restarts: int = 0,
         grace: float = 30.0,
         tell: Callable[[str], object] = lambda line: None,
@@ -127,15 +128,10 @@ class LocalWorkers:
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_RUN_ID": f"aiorpc-{os.getpid()}-{port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **({"AIORPC_INIT_METHOD": f"tcp://{_HOST}:{port}"} if free else {"WORLD_SIZE": size}),
+            **({"AIORPC_INIT_METHOD": free} if free else {"WORLD_SIZE": size}),
         }
 
     def __enter__(self) -> LocalWorkers:
-        try:
-            self.look()
-        except BaseException:
-            self.end()
-            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -156,7 +152,7 @@ class LocalWorkers:
         return self._seats[rank].exitcode
 
     def look(self) -> None:
-        """See who has ended, and start again whose time has come. Call it now and then."""
+        """Start those whose time has come, at first all, and see who has ended. Call it now and then."""
         for seat in self._seats:
             self._see(seat)
             if seat.due is not None and time.monotonic() >= seat.due:
@@ -383,14 +379,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.pop(name, None)  # of a launcher around this one
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # workers would take their input from each other
     with contextlib.ExitStack() as stack:
-        folder = given.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="aiorpc-run-"))
+        here = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiorpc-run-"))
         command = [sys.executable, *(["-m"] if given.module else []), given.script, *given.arguments]
         restarts = 0 if given.restart is None else 3 if given.max_restarts is None else given.max_restarts
         try:
             workers = LocalWorkers(
-                commands(command, names, Path(folder)),
+                commands(command, names, Path(given.log_dir or here)),
                 names,
-                free=given.free,
+                free=f"file://{here}/meet" if given.free else "",
                 max_restarts=restarts,
                 grace=given.grace,
                 tell=_tell,
