@@ -96,10 +96,10 @@ class _Seat:
 class LocalWorkers:
     """Workers on this machine, and the store where they meet. A context manager, whose end ends them all.
 
-    start: starts one. names: by rank, for messages. free: where they form a group
-    without a size, as init_method; else they form one of fixed size.
-    max_restarts: how often each is started again after it has failed. grace: seconds between the signals that end one.
-    tell: gets a line for each one that is started again. Its methods are for one thread.
+    start: starts one; raises what it likes. names: by rank, for messages. free: where they form a group without a size,
+    as init_method; else they form one of fixed size. max_restarts: how often each is started again after it has failed.
+    grace: seconds between the signals that end one. tell: gets a line for each one that is started again.
+    Raises RendezvousError if the store cannot listen. Methods are for one thread at a time, `send` and `end` as well.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class LocalWorkers:
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_RUN_ID": f"aiorpc-{os.getpid()}-{port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **({"AIORPC_INIT_METHOD": free} if free else {"WORLD_SIZE": size}),
+            "AIORPC_INIT_METHOD": free,  # empty: not that of a launcher around this one
+            **({} if free else {"WORLD_SIZE": size}),
         }
 
     def __enter__(self) -> LocalWorkers:
@@ -169,7 +170,6 @@ class LocalWorkers:
             seat.restarts += 1
             count = f"{seat.restarts} of {self._max_restarts}"
             self._tell(f"{seat} {how_it_ended(code)}; it is started again in {pause:g} s ({count})")
-            seat.process.error()
             seat.process, seat.due = None, time.monotonic() + pause
         else:
             seat.exitcode, seat.error = code, seat.process.error()
@@ -178,7 +178,8 @@ class LocalWorkers:
     def _launch(self, seat: _Seat) -> None:
         rank, count = str(seat.rank), str(seat.restarts)
         own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": count}
-        seat.process, seat.due = self._start(seat.rank, {**self._variables, **own}), None
+        seat.process = self._start(seat.rank, {**self._variables, **own})
+        seat.due = seat.exitcode = None
 
     def replace(self, rank: int) -> None:
         """Kill that worker and start it again at once, which does not count as a failure."""
@@ -186,7 +187,6 @@ class LocalWorkers:
         if seat.running and seat.process is not None:
             seat.process.send(signal.SIGKILL)
             self._wait([seat], self._grace)
-            seat.process.error()
         self._launch(seat)
 
     def send(self, number: signal.Signals) -> None:
@@ -232,8 +232,9 @@ class _Lines:
     def write(self, text: str) -> None:
         self._begun += text
         if text.endswith("\n"):
-            self._stream.write(f"{self._prefix}{self._begun}")
-            self._stream.flush()
+            with contextlib.suppress(BrokenPipeError):  # SIGPIPE ends all
+                self._stream.write(f"{self._prefix}{self._begun}")
+                self._stream.flush()
             self._begun = ""
 
     def close(self) -> None:
@@ -345,24 +346,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _supervise(workers: LocalWorkers, asked: Sequence[signal.Signals], grace: float) -> int:
-    """Until all have ended, one has failed for good, or a signal came."""
+    """Until all have ended by themselves, or one has failed or a signal came, and so all were ended."""
     while workers.running and not workers.failed and not asked:
         time.sleep(LOOK)
         workers.look()
-    if workers.failed:
-        failure = workers.failure()
+    failure = workers.failure() if workers.failed else None
+    if failure is not None:
         _tell(f"failed, so all are ended:\n{failure}")
-        return failure.status
-    if not asked:
-        return 0
     # The next signal, or the end of the grace, brings the next stronger one.
     strength = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-    for number in strength[strength.index(asked[0]) :]:
+    for number in strength[strength.index(signal.SIGTERM if failure or not asked else asked[0]) :]:
         workers.send(number)
         count, deadline = len(asked), time.monotonic() + grace
         while workers.running and len(asked) == count and time.monotonic() < deadline:
             time.sleep(LOOK)
             workers.look()
+    if failure is not None:
+        return failure.status
     return 128 + asked[0] if workers.failed else 0
 
 
@@ -372,11 +372,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     names = [f"worker{rank}" for rank in range(given.workers)]
     asked: list[signal.Signals] = []
-    for number, meaning in ((signal.SIGINT, signal.SIGINT), (signal.SIGTERM,) * 2, (signal.SIGHUP, signal.SIGTERM)):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        if number == signal.SIGPIPE or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            meaning = number if number == signal.SIGINT else signal.SIGTERM
             signal.signal(number, lambda *_, meaning=meaning: asked.append(meaning))
-    for name in ("WORLD_SIZE", "AIORPC_INIT_METHOD"):
-        os.environ.pop(name, None)  # of a launcher around this one
+    os.environ.pop("WORLD_SIZE", None)  # of a launcher around this one
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # workers would take their input from each other
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiorpc-run-"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from aiorpc.run import main
+from aiorpc.run import LocalProcess, LocalWorkers, commands, main
 from tests.examples.programs import Outcome, Program, run_program, started
 
 pytestmark = pytest.mark.slow
@@ -223,6 +224,39 @@ def test_a_worker_that_was_killed_takes_its_place(tmp_path: Path, group: tuple[s
     outcome = launched(tmp_path, MEET, "--workers", "2", "--restart", "on-failure", *group)
     assert outcome.code == 0, outcome.err
     assert outcome.out == "[worker0] another process\n"
+
+
+@pytest.mark.usefixtures("server_made_once")
+def test_a_worker_is_replaced(tmp_path: Path) -> None:
+    """It is killed, and another one runs at once, which is replaced and ended as the first; that is no failure."""
+    seen: list[LocalProcess] = []
+    start = commands(["sleep", "600"], ["one", "two"], tmp_path)
+
+    def noted(rank: int, variables: Mapping[str, str]) -> LocalProcess:
+        seen.append(start(rank, variables))
+        return seen[-1]
+
+    with LocalWorkers(noted, ["one", "two"]) as workers:
+        workers.look()
+        for _ in range(2):
+            workers.replace(1)
+            workers.look()
+        assert len(seen) == 4 and [each.poll() for each in seen] == [None, -9, -9, None]
+        assert workers.running and not workers.failed and workers.status(1) is None
+    assert gone([each.pid for each in seen])
+    assert (workers.status(0), workers.status(1), workers.running) == (-15, -15, False)
+
+
+def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
+    """As with `| head -1`: nothing that nobody reads goes on, and there is no traceback."""
+    text = "import os, time\nprint(os.getpid())\nwhile True:\n    print('more')\n    time.sleep(0.1)"
+    with started([*RUN, "--workers", "1", script(tmp_path, text)], tmp_path) as program:
+        pid = int(program.wait_for_line("[worker0]").split()[1])
+        assert program.process.stdout is not None
+        program.process.stdout.close()
+        assert program.process.wait(LIMIT) == 128 + signal.SIGTERM
+        assert program.process.stderr is not None and program.process.stderr.read() == ""
+    assert gone([pid])
 
 
 def test_modules_are_run(tmp_path: Path) -> None:
