@@ -48,11 +48,12 @@ def _result(side: SideName, role: Callable[..., Any], settings: Any, names: list
 def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: int) -> dict[str, Any] | None:
     """What rank 0 returned. torch's shutdown now and then fails when the store's host exits first: tried again."""
     from aiorpc.examples._shared import launch
+    from aiorpc.run import WorkerFailed
 
     try:
         result: dict[str, Any] | None = launch.launch(role, settings, names, timeout=RUN_SECONDS)
         return result
-    except launch.WorkerFailed as failure:
+    except WorkerFailed as failure:
         if tries <= 1:
             raise
         progress(f"  torch failed, tried again: {str(failure).splitlines()[-1]}")

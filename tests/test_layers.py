@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),  # the commands of python -m aiorpc
     ("commands",),
     ("examples",),
+    ("run",),  # python -m aiorpc.run
     ("compat",),
     ("testing",),
     ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),

@@ -19,24 +19,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.context import ForkServerProcess
+from functools import partial
 from typing import Any
 
 import torch
 
 import aiorpc as rpc
+from aiorpc import run as launcher
 
 from ._shared.actor_critic import ActorCritic, Fragment, Games, Learner
-from ._shared.launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
+from ._shared.launch import EXIT_TIMEOUT, Forked
 from ._shared.plot import draw_actor_learner
 from ._shared.program import LONGEST, CommandLine
 from ._shared.progress import Steps, bar
@@ -71,10 +70,10 @@ class Settings:
 # --- an actor ---------------------------------------------------------------------------------------------------
 
 
-async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
+async def act(name: str, settings: Settings, seed: int) -> None:
     """Play with the newest weights until the learner wants no more."""
     games, policy = Games(settings.games, seed), ActorCritic()
-    async with rpc.init(name, role="actor", init_method=meet):
+    async with rpc.init(name, role="actor"):
         samples = rpc.queue("samples", owner="learner", timeout=0)
         with contextlib.suppress(rpc.QueueShutDown, rpc.PeerLeft):
             async with rpc.subscribe("policy", timeout=0) as versions:
@@ -87,74 +86,27 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
                         weights = versions.newest()
 
 
-def _actor(name: str, folder: str, settings: Settings, seed: int) -> None:
-    """What an actor's process does."""
-    settle_in(folder)
-    asyncio.run(act(name, meeting_in(folder), settings, seed))
-
-
 def meeting_in(folder: str) -> str:
     """Where the workers of a run meet."""
     return f"file://{folder}/meet"
 
 
-class Actors:
-    """The processes of the actors: started, killed, started again. A context manager, which ends them all."""
+def actors_of(settings: Settings, folder: str) -> launcher.LocalWorkers:
+    """The processes of the actors. folder: for the files of the run, those of actors that are killed among them."""
+    names = [f"actor{number}" for number in range(settings.actors)]
+    seeds = itertools.count(settings.seed + 1)
 
-    def __init__(self, folder: str, settings: Settings) -> None:
-        """folder: for the files of the run, those of actors that are killed among them."""
-        self._folder = folder
-        self._settings = settings
-        self._seeds = itertools.count(settings.seed + 1)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD])
-        self._processes: dict[str, ForkServerProcess] = {}
-        self._changing = threading.Lock()  # a process may be replaced in a thread as the run ends
+    def start(rank: int, variables: Mapping[str, str]) -> Forked:
+        # Each process plays other games, also the one in place of another.
+        work = partial(_actor, names[rank], settings, 1000 * next(seeds))
+        return Forked(work, names[rank], folder, variables, PRELOAD)
 
-    def __enter__(self) -> Actors:
-        return self
+    return launcher.LocalWorkers(start, names, free=meeting_in(folder), grace=EXIT_TIMEOUT)
 
-    def start(self) -> None:
-        """Start all of them. The first one takes seconds, as the server that they are forked from imports torch."""
-        for number in range(self._settings.actors):
-            self._start(f"actor{number}")
 
-    def _start(self, name: str) -> None:
-        seed = 1000 * next(self._seeds)  # each process plays other games, also the one in place of another
-        process = self._context.Process(target=_actor, args=(name, self._folder, self._settings, seed), name=name)
-        with environment(ONE_THREAD):
-            process.start()
-        self._processes[name] = process
-
-    def replace(self, name: str) -> None:
-        """Kill the process of that name, and start another one."""
-        with self._changing:
-            process = self._processes.pop(name)
-            process.kill()
-            process.join(EXIT_TIMEOUT)
-            process.close()
-            self._start(name)
-
-    def check(self) -> None:
-        """Raise WorkerFailed if an actor has ended without being killed."""
-        for name, process in self._processes.items():
-            if process.exitcode:
-                raise WorkerFailed(f"{name} (pid {process.pid}) {how_it_ended(process.exitcode)}", [name])
-
-    def join(self) -> None:
-        """Wait for all of them, and kill those who do not end."""
-        with self._changing:
-            deadline = time.monotonic() + EXIT_TIMEOUT
-            for process in self._processes.values():
-                process.join(max(0.0, deadline - time.monotonic()))
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._changing:
-            for process in self._processes.values():
-                if process.is_alive():
-                    process.kill()
-                process.join(EXIT_TIMEOUT)
-                process.close()
+def _actor(name: str, settings: Settings, seed: int) -> None:
+    """What an actor's process does."""
+    asyncio.run(act(name, settings, seed))
 
 
 # --- the learner --------------------------------------------------------------------------------------------------
@@ -226,18 +178,22 @@ class Record:
         }
 
 
-async def learn(settings: Settings, meet: str, actors: Actors, record: Record) -> None:
+async def learn(settings: Settings, meet: str, actors: launcher.LocalWorkers, record: Record) -> None:
     """Learn from what the actors put into the queue until it is solved, or the updates are over."""
     async with rpc.init("learner", role="learner", init_method=meet):
         samples: rpc.Queue[Fragment] = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
         with actors, Steps("updates", settings.updates, show=settings.show) as progress:
-            await asyncio.to_thread(actors.start)
+            await asyncio.to_thread(actors.look)  # the first one takes seconds, as the fork server imports torch
             async with asyncio.TaskGroup() as tasks:  # who dies of itself ends the updates as well
                 tending = tasks.create_task(tend(settings, actors, record))
                 await update(settings, samples, record, progress)
                 tending.cancel()
             await samples.shutdown(immediate=True)
-            await asyncio.to_thread(actors.join)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_TIMEOUT):
+                    while actors.running:
+                        await asyncio.sleep(launcher.LOOK)
+                        actors.look()
 
 
 async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Record, progress: Steps) -> None:
@@ -259,14 +215,19 @@ async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Recor
             progress.done(record.line(), count=len(record.rewards))
 
 
-async def tend(settings: Settings, actors: Actors, record: Record) -> None:
-    """Watch the actors. With chaos, kill one every few seconds, and start another one of its name."""
-    names, due = random.Random(settings.seed), record.now() + settings.chaos
+async def tend(settings: Settings, actors: launcher.LocalWorkers, record: Record) -> None:
+    """Watch the actors. With chaos, kill one every few seconds, and start another one of its name.
+
+    Raises: WorkerFailed if one has ended without being killed.
+    """
+    numbers, due = random.Random(settings.seed), record.now() + settings.chaos
     while True:
         await asyncio.sleep(LOOK)
-        actors.check()
+        actors.look()
+        if actors.failed:
+            raise actors.failure()
         if settings.chaos and record.now() > due:
-            await asyncio.to_thread(actors.replace, f"actor{names.randrange(settings.actors)}")
+            actors.replace(numbers.randrange(settings.actors))
             record.kills.append(record.now())
             due = record.now() + settings.chaos
 
@@ -283,14 +244,14 @@ def run(settings: Settings) -> dict[str, object]:
 
         async def whole() -> None:
             async with asyncio.timeout(settings.timeout):
-                await learn(settings, meeting_in(folder), Actors(folder, settings), record)
+                await learn(settings, meeting_in(folder), actors_of(settings, folder), record)
 
         try:
             asyncio.run(whole())
         except ExceptionGroup as failed:  # of the updates, and of who looked after the actors
             raise failed.exceptions[0] from None
         except TimeoutError:
-            raise WorkerFailed(f"learner: not done after {settings.timeout:g} s", ["learner"]) from None
+            raise launcher.WorkerFailed(f"learner: not done after {settings.timeout:g} s", ["learner"]) from None
     return record.result()
 
 

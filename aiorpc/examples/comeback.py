@@ -2,9 +2,9 @@
 
     python -m aiorpc.examples.comeback --steps 20 --kill-at 10
 
-Two workers in a group of fixed size: this process trains, and starts a second one that runs the server; like a
-supervisor it starts the server again if it ends early. The checkpoint is kept. The new process joins with the arguments
-of the old one, and the trainer makes a new reference, because the old one is lost.
+Two workers in a group of fixed size, a trainer and a server, which the launcher starts (`python -m aiorpc.run`). It
+starts the server again as it ends early. The checkpoint is kept. The new process joins with the arguments of the old
+one, and the trainer makes a new reference, because the old one is lost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 import aiorpc as rpc
-
-from ._shared.program import exit_code
+from aiorpc import run
 
 RATE = 0.2
 TARGET = torch.tensor([1.0, -2.0, 3.0])
@@ -54,27 +53,6 @@ class Server:
         draft.rename(self._path)  # a killed process leaves the old file or the new one
 
 
-async def serve(meet: str) -> None:
-    """The server's process: it serves from the end of the block until all are done."""
-    async with rpc.init("server", rank=1, world_size=2, init_method=meet):
-        pass
-
-
-async def supervise(meet: str) -> None:
-    """Run the server's process, and start it again until it ends in good order."""
-    while True:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "aiorpc.examples.comeback", "--serve", meet
-        )
-        try:
-            if not await process.wait():
-                return
-        finally:
-            if process.returncode is None:  # this program is interrupted, and the server would stay
-                process.kill()
-                await process.wait()
-
-
 async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -> torch.Tensor:
     """So many steps; the server's process is killed once, in the middle."""
     news = worker.events()
@@ -98,15 +76,15 @@ async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -
 
 
 async def main(steps: int, kill_at: int) -> None:
-    """Train, with a supervised server."""
+    """What a worker does: rank 0 trains, and rank 1 serves from the end of the block until all are done."""
+    if os.environ["RANK"] != "0":
+        async with rpc.init("server"):
+            return
     with tempfile.TemporaryDirectory() as folder:
-        meet = f"file://{folder}/meet"
-        supervisor = asyncio.create_task(supervise(meet))
-        async with rpc.init("trainer", rank=0, world_size=2, init_method=meet) as worker:
+        async with rpc.init("trainer") as worker:
             before = await worker.call("server", os.getpid)
             weight = await train(worker, f"{folder}/server.pt", steps, kill_at)
             after = await worker.call("server", os.getpid)
-        await supervisor
         where = "another process" if before != after else "the same process"
         print(f"{steps} steps, the last in {where}; the error is {float((weight - TARGET).abs().max()):.4f}")
 
@@ -118,8 +96,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill-at", type=int, default=10, help="after so many steps; -1: never")
-    parser.add_argument("--serve", metavar="MEET", default="", help=argparse.SUPPRESS)
     given: argparse.Namespace = parser.parse_args()
     if given.steps < 1:
         parser.error("--steps must be at least 1")
-    sys.exit(exit_code(lambda: asyncio.run(serve(given.serve) if given.serve else main(given.steps, given.kill_at))))
+    if "RANK" not in os.environ:
+        options = ["--workers", "2", "--restart", "on-failure", "--max-restarts", "1"]
+        sys.exit(run.main([*options, "-m", "aiorpc.examples.comeback", *sys.argv[1:]]))
+    asyncio.run(main(given.steps, given.kill_at))

@@ -18,7 +18,10 @@ def test_it_goes_on_from_its_checkpoint_in_another_process(tmp_path: Path) -> No
     program = ["-m", "aiorpc.examples.comeback", "--steps", "12", "--kill-at", "4"]
     outcome = run_program(program, tmp_path, timeout=LIMIT)
     assert outcome.code == 0, outcome.err
-    spoken = (r"step 4: lost the server", r"12 steps, the last in another process; the error is 0\.00\d\d")
+    spoken = (
+        r"\[worker0\] step 4: lost the server",
+        r"\[worker0\] 12 steps, the last in another process; the error is 0\.00\d\d",
+    )
     assert matches(outcome.out, spoken), outcome.out
 
 

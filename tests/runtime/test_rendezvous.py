@@ -457,6 +457,16 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, missing: s
         Rendezvous.open("env://", rank=None, world_size=None, timeout=1)
 
 
+def test_env_may_name_another_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AIORPC_INIT_METHOD has the URL; the other variables, which a launcher sets as well, say nothing then."""
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", AIORPC_INIT_METHOD=f"file://{tmp_path}/meet")
+    with closing(Rendezvous.open("env://", rank=None, world_size=None, timeout=5)) as opened:
+        assert opened.world_size is None and (tmp_path / "meet").exists()
+    set_environment(monkeypatch, AIORPC_INIT_METHOD="env://")
+    with pytest.raises(RpcUsageError, match="AIORPC_INIT_METHOD"):
+        Rendezvous.open("env://", rank=None, world_size=None, timeout=1)
+
+
 def test_under_torchrun_the_agent_owns_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker hosts it, and groups can be formed in it one after another."""
     agent = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
@@ -1274,7 +1284,8 @@ def run_python(*arguments: str, folder: Path | None = None) -> str:
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     """Exactly these of the variables that env:// reads."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+    mine = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "AIORPC_INIT_METHOD")
+    for name in mine:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -13,7 +13,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from .launch import WorkerFailed, place_from_environment
+from aiorpc.run import WorkerFailed
+
+from .launch import place_from_environment
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -59,6 +59,10 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
     rank = _number(query["rank"], "rank in init_method") if rank is None and "rank" in query else rank
     if world_size is None and "world_size" in query:
         world_size = _number(query["world_size"], "world_size in init_method")
+    if url.scheme == "env" and (other := environ.get("AIORPC_INIT_METHOD")):
+        if other.startswith("env:"):
+            raise RpcUsageError(f"AIORPC_INIT_METHOD is {other!r}: it has to start with tcp:// or file://")
+        return parse(other, rank, world_size, environ)
     if url.scheme == "env":
         place = _from_environment(rank, world_size, environ)
     elif url.scheme == "tcp":
