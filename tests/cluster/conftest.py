@@ -25,6 +25,7 @@ def _tools() -> None:
 def shared(_tools: None) -> Iterator[Path]:
     """The folder that all hosts share; in it `bin/torchrun`, of this Python. A short path: sockets lie in it."""
     with tempfile.TemporaryDirectory(prefix="cluster-", dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
         torchrun = Path(folder, "bin", "torchrun")
         torchrun.parent.mkdir()
         torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')

@@ -88,9 +88,9 @@ def _start(name: str, host: hosts.Host, folder: Path) -> subprocess.Popen[str]:
     script = SETTLE.format(name=name, folder=shlex.quote(str(folder)), kept=shlex.join(_kept(folder)))
     inside = f"--net={hosts.NAMESPACES / host.namespace}"
     # If the test run dies, so do its hosts: the kernel ends what is in a process namespace with its process 1.
+    apart = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", "nsenter", inside]
-        + ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script],
+        ["setpriv", "--pdeathsig", "KILL", "nsenter", inside, *apart, "sh", "-c", script],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,9 +105,10 @@ def _kept(folder: Path) -> list[str]:
     return [str(folder.resolve()), *sorted(under)]
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The variables of a user who has logged in there, with this Python first on the path."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"])
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """The variables of a user who has logged in there: with this Python, and programs of the shared folder, first."""
+    system = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
+    path = os.pathsep.join([f"{folder}/bin", str(Path(sys.executable).parent), *system])
     return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "PYTHONPATH": str(ROOT), **more}
 
 
@@ -117,3 +118,15 @@ def run(machine: Machine, *words: str, cwd: Path, env: Mapping[str, str], second
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def find(machine: Machine, text: str, folder: Path, **variables: str) -> list[int]:
+    """Processes there with that pattern in their command lines and these variables: ids as that host counts them."""
+    asked = "".join(f" -e {name}={value}" for name, value in variables.items()) or " -e ''"
+    script = f"""
+        for p in /proc/[0-9]*; do
+            [ $(tr '\\0' '\\n' < $p/environ | grep -cx{asked}) -ge {len(variables)} ] &&
+                tr '\\0' ' ' < $p/cmdline | grep -q -- {shlex.quote(text)} && echo ${{p#/proc/}}
+        done 2>/dev/null
+        true"""
+    return [int(word) for word in run(machine, "sh", "-c", script, cwd=folder, env={}, seconds=10.0).split()]

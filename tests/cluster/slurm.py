@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from tests.processes.workers import wait_for
 
-from .hosts import Machine, environment, machines, run
+from .hosts import Machine, environment, find, machines, run
 
 LOGIN = "login"
 UP_SECONDS, COMMAND_SECONDS, POLL = 30.0, 30.0, 0.1
@@ -62,10 +61,10 @@ class Slurm:
     def nodes(self) -> list[str]:
         return [name for name in self.hosts if name != LOGIN]
 
-    def run(self, *words: str, on: str = LOGIN, seconds: float = COMMAND_SECONDS, **variables: str) -> str:
+    def run(self, *words: str, on: str = LOGIN, **variables: str) -> str:
         """What a command prints on that host; AssertionError if it fails."""
-        env = environment(SLURM_CONF=str(self.folder / "slurm.conf"), USER="root", **variables)
-        return run(self.hosts[on], *words, cwd=self.folder, env=env, seconds=seconds)
+        env = environment(self.folder, SLURM_CONF=str(self.folder / "slurm.conf"), USER="root", **variables)
+        return run(self.hosts[on], *words, cwd=self.folder, env=env, seconds=COMMAND_SECONDS)
 
     def submit(self, script: str, *options: str, **variables: str) -> Job:
         """Have ``sbatch`` take a script, as a file of that text."""
@@ -83,8 +82,11 @@ class Job:
 
     def settle(self, *states: str, seconds: float) -> str:
         """Wait for one of these states, and return it."""
-        wait_for(lambda: time.sleep(POLL) or self.shown("JobState") in states, seconds)
-        return self.shown("JobState")
+        deadline = time.monotonic() + seconds
+        while (state := self.shown("JobState")) not in states:
+            assert time.monotonic() < deadline, f"{state} for {seconds:g} s:\n{self.log()}"
+            time.sleep(POLL)
+        return state
 
     def shown(self, field: str) -> str:
         """What ``scontrol`` shows of it, such as `JobState`."""
@@ -116,28 +118,28 @@ class Job:
 
     def wait(self, seconds: float, state: str = "COMPLETED") -> str:
         """Wait until it has ended so; its log."""
-        assert self.settle(*ENDED, seconds=seconds) == state, f"{self.shown('JobState')} {self.shown('ExitCode')}:\n{self.log()}"
+        ended = self.settle(*ENDED, seconds=seconds)
+        assert ended == state, f"{ended} {self.shown('ExitCode')}:\n{self.log()}"
         return self.log()
 
     def cancel(self) -> None:
         self.slurm.run("scancel", self.number)
 
-    def processes(self, node: str, rank: int, text: str) -> list[int]:
-        """Python processes of a task on a node with that text on their command lines: ids as that node counts them."""
-        script = (
-            "for p in /proc/[0-9]*; do"
-            f" tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -cx -e SLURM_JOB_ID={self.number}"
-            f" -e SLURM_PROCID={rank} -e SLURM_STEP_ID=0 | grep -qx 3"
-            f" && tr '\\0' ' ' < $p/cmdline | grep -q -- {shlex.quote('^[^ ]*python ' + text)} && echo ${{p#/proc/}}; done; true"
-        )
-        return [int(word) for word in self.slurm.run("sh", "-c", script, on=node).split()]
+    def kill(self, rank: int, text: str) -> None:
+        """SIGKILL for the process with that pattern in its command line that a task has started, wherever that is."""
+        which = {"SLURM_JOB_ID": self.number, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank)}
+        nodes = self.slurm.nodes
+        found = [
+            (node, pid) for node in nodes for pid in find(self.slurm.hosts[node], text, self.slurm.folder, **which)
+        ]
+        assert len(found) == 1, found
+        self.slurm.run("kill", "-KILL", str(found[0][1]), on=found[0][0])
 
 
 @contextlib.contextmanager
 def cluster(folder: Path, nodes: int = 4, rate: float = 1000.0) -> Iterator[Slurm]:
-    """A Slurm with so many nodes, n1 and so on, up and idle. folder: an empty one."""
+    """A Slurm with so many nodes, n1 and so on, up and idle. folder: one that all users may enter."""
     names = [LOGIN, *(f"n{number + 1}" for number in range(nodes))]
-    folder.chmod(0o755)
     for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge" / "key"
@@ -175,7 +177,7 @@ def _daemon(slurm: Slurm, host: str, command: list[str]) -> subprocess.Popen[byt
     with open(slurm.folder / f"{command[0]}-{host}.out", "wb") as out:
         return subprocess.Popen(
             slurm.hosts[host].command(*command, cwd=slurm.folder),
-            env=environment(SLURM_CONF=str(slurm.folder / "slurm.conf")),
+            env=environment(slurm.folder, SLURM_CONF=str(slurm.folder / "slurm.conf")),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -188,5 +190,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _idle(slurm: Slurm) -> int:
     command = slurm.hosts[LOGIN].command("sinfo", "--noheader", "--Node", "--format=%t", cwd=slurm.folder)
-    env = environment(SLURM_CONF=str(slurm.folder / "slurm.conf"))
+    env = environment(slurm.folder, SLURM_CONF=str(slurm.folder / "slurm.conf"))
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout.split().count("idle")

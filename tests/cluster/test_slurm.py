@@ -8,11 +8,13 @@ import pytest
 
 from tests import pages
 
+from .running import MPI
 from .slurm import Job, Slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PAGE = "clusters/slurm.md"
 SCRIPTS = pages.files(PAGE)
+WORKER = "^[^ ]*python -m aiorpc.examples.actor_learner"
 LIMIT = 60.0  # seconds for a job that takes about ten
 
 
@@ -22,21 +24,17 @@ def look(job: Job, *command: str) -> str:
     return job.slurm.run("sh", "-c", shown.replace("4711", job.number))
 
 
-def kill(job: Job, rank: int, text: str) -> str:
-    """SIGKILL for the task of that rank that has this on its command line, whichever node it is on; that node."""
-    for node in job.slurm.nodes:
-        found = job.processes(node, rank, text)
-        if found:
-            job.slurm.run("kill", "-KILL", *map(str, found), on=node)
-            return node
-    raise AssertionError(f"no {text!r} of rank {rank} on {job.slurm.nodes}")
-
-
 def test_a_batch_job_trains_on_two_nodes(slurm: Slurm) -> None:
     """The script of the page: four workers find each other, and rank 0 tells the result."""
     log = slurm.submit(SCRIPTS["cartpole.sh"]).wait(LIMIT)
-    assert re.search(r"^0: 3 observers, batched: 1,500 steps in .* reward .* -> .*$", log, re.MULTILINE), log
-    assert not re.search(r"^[123]: \d observers", log, re.MULTILINE), log
+    assert re.findall(r"^(\d): 3 observers, batched: 1,500 steps in .* reward .* -> .*$", log, re.MULTILINE) == ["0"]
+
+
+@pytest.mark.parametrize(("page", "script"), [("torchrun", "torchrun.sh"), ("mpi", "mpi.sh")])
+def test_another_launcher_in_a_job(slurm: Slurm, page: str, script: str) -> None:
+    """Its variables win over those of Slurm, which its workers inherit."""
+    log = slurm.submit(pages.files(f"clusters/{page}.md")[script], **MPI).wait(LIMIT)
+    assert log.count("3 observers, batched: 1,500 steps in ") == 1
 
 
 def test_two_jobs_share_nodes(slurm: Slurm) -> None:
@@ -61,12 +59,12 @@ def test_workers_that_are_killed_come_back(slurm: Slurm) -> None:
     assert "actor1" in look(job, "stacks", "actor1")
     assert "waits" in look(job, "wait-graph")
 
-    assert kill(job, rank=2, text="-m aiorpc.examples.actor_learner") in job.slurm.nodes
+    job.kill(2, WORKER)
     job.wait_for_line("^2: rank 2 has ended, try 1", LIMIT)
     job.wait_for_line("^0: update .* 1 killed", LIMIT)
     assert "0: rank 0 has ended" not in job.log()
 
-    kill(job, rank=0, text="-m aiorpc.examples.actor_learner")
+    job.kill(0, WORKER)
     went_on = job.wait_for_line("^0: goes on after update", LIMIT)
     assert int(went_on.split()[-1]) > 0
     job.cancel()
@@ -90,7 +88,7 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(slurm: Slurm) -> Non
 def test_steps_of_one_job_are_one_group(slurm: Slurm) -> None:
     """They meet at the store that the script has started."""
     (slurm.folder / "member.py").write_text(SCRIPTS["member.py"])
-    log = slurm.submit(SCRIPTS["steps.sh"]).wait(LIMIT, "CANCELLED")
+    log = slurm.submit(SCRIPTS["steps.sh"]).wait(LIMIT)
     assert sorted(line for line in log.splitlines() if " has " in line) == ["client0 has 3", "client1 has 3"]
 
 
