@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong testmetrics test-newest testpage live-shots fuzz chaos soak conformance lint format types check bench wheel \
+.PHONY: help demo test testlong testmetrics testcluster test-newest testpage live-shots fuzz chaos soak conformance lint format types check bench wheel \
 	docs docs-shots neighbours release-check hooks clean distclean
 
 help: ## list the targets
@@ -37,10 +37,10 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page and not cluster" $(TEST_ARGS)
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "(long or random) and not prometheus and not page" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "(long or random) and not prometheus and not page and not cluster" $(TEST_ARGS)
 
 # Debian's package is installed where that can be done without a question.
 testmetrics: $(VENV)/.installed-test ## scrape workers with Prometheus, and try the Grafana board's queries (TEST_ARGS)
@@ -49,12 +49,22 @@ testmetrics: $(VENV)/.installed-test ## scrape workers with Prometheus, and try 
 		{ echo "these tests need Prometheus: sudo apt-get install prometheus" >&2; exit 1; }
 	$(BIN)/python -m pytest -q -m prometheus tests/observability $(TEST_ARGS)
 
+# Debian's packages are installed where that can be done without a question. Hosts are namespaces, which root can make.
+CLUSTER_TOOLS := slurmctld slurmd srun munged mpirun ip
+testcluster: $(VENV)/.installed-test ## run programs by torchrun on several hosts, Slurm and mpirun, as root (TEST_ARGS)
+	@command -v $(CLUSTER_TOOLS) | wc -l | grep -qx $(words $(CLUSTER_TOOLS)) || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+		slurmctld slurmd slurm-client munge openmpi-bin openssh-client iproute2; } || \
+		{ echo "these tests need root, and slurmctld slurmd slurm-client munge openmpi-bin iproute2 of Debian" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m cluster tests $(TEST_ARGS)
+
 # Without constraints.txt, in an environment of its own. pip says first which releases that came to.
 test-newest: ## run the quick tests with the newest release of every dependency (PYTHON; TEST_ARGS)
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pip list
-	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page" $(TEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long and not prometheus and not page and not cluster" $(TEST_ARGS)
 
 testpage: $(VENV)/.installed-page /usr/bin/chromium ## test the page of the dashboard in a real browser (TEST_ARGS)
 	$(BIN)/python -m pytest -q -m page tests/observability $(TEST_ARGS)

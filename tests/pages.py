@@ -11,6 +11,10 @@ A block behind a comment with a number of workers and what they print is a progr
 
     <!-- torchrun 2: tensor([2., 2.]) -->
 
+A block behind a comment with the name of a file is that file, which another test or another block of the page uses:
+
+    <!-- file: member.py -->
+
 In the tutorial the blocks make one program that grows. See `grown`.
 """
 
@@ -35,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 MODULE = "page_of_aiorpc"
 PROGRAM = re.compile(r"^<!-- torchrun (\d+): (.+?) -->\n```python\n(.+?)^```\n", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.+?)^```\n", re.DOTALL | re.MULTILINE)
 LIMIT = 60.0  # seconds for a page; the longest takes about three
 
 
@@ -46,7 +51,19 @@ def pages() -> list[str]:
 
 def blocks(text: str) -> list[str]:
     """The Python of a page, block by block, without programs of their own."""
-    return re.findall(r"^```python\n(.+?)^```", PROGRAM.sub("", text), re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python\n(.+?)^```", FILE.sub("", PROGRAM.sub("", text)), re.DOTALL | re.MULTILINE)
+
+
+def files(page: str) -> dict[str, str]:
+    """The files that a page shows, by name."""
+    return dict(FILE.findall((DOCS / page).read_text(encoding="utf-8")))
+
+
+def commands(page: str) -> list[str]:
+    """The command lines that a page shows, each behind a `$`, with the lines that go on from a backslash."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    shown = "".join(re.findall(r"^```console\n(.+?)^```", text, re.DOTALL | re.MULTILINE))
+    return [found.replace("\\\n", " ") for found in re.findall(r"^\$ ((?:.*\\\n)*.*)$", shown, re.MULTILINE)]
 
 
 def programs() -> list[tuple[str, int, str, str]]:

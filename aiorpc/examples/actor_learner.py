@@ -3,12 +3,17 @@
     python -m aiorpc.examples.actor_learner                          # starts its own actors, until it is solved
     python -m aiorpc.examples.actor_learner --actors 4 --picture al.png
     python -m aiorpc.examples.actor_learner --chaos                  # kills an actor now and then
+    python -m aiorpc.examples.actor_learner --checkpoint al.pt       # goes on from there
+    torchrun --standalone --nproc-per-node 4 -m aiorpc.examples.actor_learner
 
 The learner publishes its weights after every update. Actors play with the newest weights that have come, and put their
 experience into a queue, which makes them wait when the learner does not keep up. No process waits for another one
 otherwise: so the experience was played with weights that are some updates old, which the learner's algorithm (PPO)
 corrects for. An actor that dies loses only its present games. Another process takes its name, reads the newest weights,
 and goes on.
+
+A launcher (torchrun, srun, mpirun) starts the learner as rank 0 and the actors as the others, on any number of hosts.
+If an actor dies, a process with its rank takes its place. A learner that is started again goes on from its checkpoint.
 
 With `--chaos` an actor is killed every few seconds. CartPole counts as solved when the last hundred games were worth
 475 on average, of 500.
@@ -25,8 +30,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +41,7 @@ import aiorpc as rpc
 from aiorpc import run as launcher
 
 from ._shared.actor_critic import ActorCritic, Fragment, Games, Learner
-from ._shared.launch import EXIT_TIMEOUT, Forked
+from ._shared.launch import EXIT_TIMEOUT, Forked, Place, place_from_environment
 from ._shared.plot import draw_actor_learner
 from ._shared.program import LONGEST, CommandLine
 from ._shared.progress import Steps, bar
@@ -53,6 +59,7 @@ class Settings:
 
     games, steps: an actor plays so many games side by side, and puts so many steps of each into the queue at a time.
     batch: the number of such items in an update. updates: at most. chaos: seconds between two kills; 0: no kills.
+    checkpoint: a file that the learner writes after each update, and goes on from if it is there; "": none.
     """
 
     actors: int = 3
@@ -62,6 +69,7 @@ class Settings:
     updates: int = 1000
     solved: float = SOLVED
     chaos: float = 0.0
+    checkpoint: str = ""
     seed: int = 543
     show: bool = True
     timeout: float = 1800.0
@@ -114,7 +122,7 @@ def _actor(name: str, settings: Settings, seed: int) -> None:
 
 @dataclass
 class Record:
-    """What happened, update by update, as the result of a run."""
+    """What happened, update by update, as the result of a run. before: updates that the checkpoint already had."""
 
     settings: Settings
     started: float = field(default_factory=time.monotonic)
@@ -125,7 +133,13 @@ class Record:
     kills: list[float] = field(default_factory=list)
     lost_items: int = 0
     games: int = 0
+    before: int = 0
     _latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+
+    @property
+    def updates(self) -> int:
+        """How many there were, with those before this run."""
+        return self.before + len(self.rewards)
 
     @property
     def solved(self) -> bool:
@@ -155,7 +169,7 @@ class Record:
         """How it goes."""
         latest = sum(self.steps[-10:]) / (self.seconds[-1] - (self.seconds[-11] if len(self.seconds) > 10 else 0.0))
         return (
-            f"update {len(self.rewards):4d}   reward {self.rewards[-1]:6.1f} {bar(self.rewards[-1] / BEST)}   "
+            f"update {self.updates:4d}   reward {self.rewards[-1]:6.1f} {bar(self.rewards[-1] / BEST)}   "
             f"{latest:7,.0f} steps/s   weights {self.ages[-1]:3.1f} updates old"
             f"{f'   {len(self.kills)} killed' if self.kills else ''}"
         )
@@ -174,6 +188,7 @@ class Record:
             "rates": self.rates(),
             "kills": self.kills,
             "games_played": self.games,
+            "before": self.before,
             "lost_items": self.lost_items,
         }
 
@@ -196,11 +211,33 @@ async def learn(settings: Settings, meet: str, actors: launcher.LocalWorkers, re
                         actors.look()
 
 
+async def learn_from_others(settings: Settings, record: Record) -> None:
+    """The same, with actors that a launcher has started, and starts again."""
+    async with rpc.init("learner", role="learner") as worker:
+        samples: rpc.Queue[Fragment] = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
+        with Steps("updates", settings.updates, show=settings.show) as progress:
+            counting = asyncio.create_task(count_replaced(worker, record))
+            await update(settings, samples, record, progress)
+            counting.cancel()
+        await samples.shutdown(immediate=True)
+
+
+async def count_replaced(worker: rpc.Worker, record: Record) -> None:
+    """Note each actor whose name another process has taken."""
+    async for event in worker.events():
+        if isinstance(event, rpc.events.WorkerReplaced):
+            record.kills.append(record.now())
+
+
 async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Record, progress: Steps) -> None:
     """Take samples, learn from them, publish what came of it; again and again."""
     learner, last = Learner(settings.seed), 0.0
+    checkpoint = Path(settings.checkpoint) if settings.checkpoint else None
+    if checkpoint and checkpoint.exists():
+        record.before = learner.load(checkpoint)
+        progress.done(f"goes on after update {record.before}", count=record.before)
     weights = await rpc.publish("policy", learner.policy.state_dict())
-    while not record.rewards or not (record.solved or len(record.rewards) == settings.updates):
+    while not record.rewards or not (record.solved or record.updates >= settings.updates):
         fragments: list[Fragment] = []
         while len(fragments) < settings.batch:
             try:
@@ -209,10 +246,12 @@ async def update(settings: Settings, samples: rpc.Queue[Fragment], record: Recor
                 record.lost_items += error.count
         await asyncio.to_thread(learner.learn, fragments)
         record.add(fragments, weights.version)
+        if checkpoint:
+            await asyncio.to_thread(learner.save, checkpoint, record.updates)
         weights = await rpc.publish("policy", learner.policy.state_dict())
         if record.solved or record.now() - last > TELL:
             last = record.now()
-            progress.done(record.line(), count=len(record.rewards))
+            progress.done(record.line(), count=record.updates)
 
 
 async def tend(settings: Settings, actors: launcher.LocalWorkers, record: Record) -> None:
@@ -232,13 +271,16 @@ async def tend(settings: Settings, actors: launcher.LocalWorkers, record: Record
             due = record.now() + settings.chaos
 
 
-def run(settings: Settings) -> dict[str, object]:
-    """Train once and return the result as plain data.
+def run(settings: Settings) -> dict[str, object] | None:
+    """Train once and return the result as plain data (under a launcher: on rank 0, None elsewhere).
 
     Raises: WorkerFailed when an actor ended without being killed, or the run was not done in ``settings.timeout``
     seconds.
     """
     torch.set_num_threads(1)
+    place = place_from_environment()
+    if place is not None:
+        return asyncio.run(take_part(place, replace(settings, actors=place.world_size - 1)))
     record = Record(settings)
     with tempfile.TemporaryDirectory(prefix="rpc-") as folder:
 
@@ -255,12 +297,27 @@ def run(settings: Settings) -> dict[str, object]:
     return record.result()
 
 
+async def take_part(place: Place, settings: Settings) -> dict[str, object] | None:
+    """One process of a launcher: rank 0 learns, the others act."""
+    if place.rank:
+        await act(f"actor{place.rank - 1}", settings, 1000 * (settings.seed + place.rank))
+        return None
+    record = Record(settings)
+    try:
+        async with asyncio.timeout(settings.timeout):
+            await learn_from_others(settings, record)
+    except TimeoutError:
+        raise launcher.WorkerFailed(f"learner: not done after {settings.timeout:g} s", ["learner"]) from None
+    return record.result()
+
+
 def lines(result: dict[str, Any]) -> list[str]:
     """What a run has to tell."""
     killed = len(result["kills"])
     how = f"solved in {result['solved_at']:.1f} s" if result["solved_at"] is not None else "not solved"
+    since = f" after {result['before']}" if result["before"] else ""
     return [
-        f"{result['actors']} actors: {how}, {len(result['rewards'])} updates, {result['games_played']:,} games, "
+        f"{result['actors']} actors: {how}, {len(result['rewards'])} updates{since}, {result['games_played']:,} games, "
         f"{result['total_steps']:,} steps, {result['total_steps'] / result['total_s']:,.0f} steps/s; "
         f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}; "
         f"weights {sum(result['ages']) / len(result['ages']):.1f} updates old on average"
@@ -287,6 +344,7 @@ def command_line() -> CommandLine[Settings]:
         metavar="SECONDS",
         help=f"kill an actor every so many seconds ({KILL:g}), and start another one in its place",
     )
+    made.option("checkpoint", "write it after each update, and go on from it if it is there", metavar="FILE")
     made.common_options(picture="rewards, speed, and the age of the weights")
     return made
 
@@ -298,13 +356,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     def check(settings: Settings) -> None:
         if not 0 <= settings.chaos <= LONGEST:
             commands.error("--chaos takes a number of seconds above 0")
+        place = place_from_environment()
+        if place is not None and (settings.chaos or place.world_size < 2):
+            commands.error("under a launcher it takes two processes or more, and no --chaos")
 
     return commands.main(argv, _announce_and_run, lines, draw_actor_learner, check)
 
 
-def _announce_and_run(settings: Settings) -> dict[str, object]:
+def _announce_and_run(settings: Settings) -> dict[str, object] | None:
     chaos = f", one of them killed every {settings.chaos:g} s" if settings.chaos else ""
-    print(f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True)
+    if place_from_environment() is None:
+        print(
+            f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True
+        )
     return run(settings)
 
 

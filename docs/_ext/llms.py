@@ -12,7 +12,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-PARTS = {"start": "Start", "howto": "How to", "reference": "Reference", "inside": "Inside"}
+PARTS = {"start": "Start", "howto": "How to", "clusters": "Clusters", "reference": "Reference", "inside": "Inside"}
 
 
 def source(env: BuildEnvironment, page: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import gymnasium
 import torch
@@ -114,6 +115,19 @@ class Learner:
         torch.manual_seed(seed)
         self.policy = ActorCritic()
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATE)
+
+    def save(self, path: Path, updates: int) -> None:
+        """Leave all of it, with the number of updates, in a file."""
+        draft = path.with_suffix(".new")
+        torch.save((updates, self.policy.state_dict(), self.optimizer.state_dict()), draft)
+        draft.rename(path)  # a killed process leaves the old file or the new one
+
+    def load(self, path: Path) -> int:
+        """Go on from such a file; the number of updates so far."""
+        updates, policy, optimizer = torch.load(path)
+        self.policy.load_state_dict(policy)
+        self.optimizer.load_state_dict(optimizer)
+        return int(updates)
 
     def learn(self, fragments: list[Fragment]) -> None:
         """Some epochs over these, in minibatches."""

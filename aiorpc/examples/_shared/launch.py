@@ -34,6 +34,14 @@ T = TypeVar("T")
 
 #: Examples share a machine with their peers: one thread of arithmetic for each process, set before numpy is imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+#: Variables with the rank and the number of workers: of torchrun, mpirun, srun, an Indexed Job, SkyPilot.
+PLACES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+)
 #: Seconds in which the other workers may say what went wrong for them, once the first has failed.
 GRACE = 1.0
 #: Seconds the other workers have to leave after rank 0 has ended.
@@ -51,20 +59,23 @@ class Place:
 
 
 def place_from_environment() -> Place | None:
-    """The place that a launcher (torchrun) gave this process, or None when it was started by hand.
+    """The place that a launcher (torchrun, mpirun, srun) gave this process, or None when it was started by hand.
 
     SystemExit, with the reason, if what the launcher has set are no numbers.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    names = next((names for names in PLACES if all(name in os.environ for name in names)), None)
+    if names is None:
         return None
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank, world_size = (os.environ[name] for name in names)
     try:
-        return Place(int(rank), int(world_size))
+        place = Place(int(rank), int(world_size))
     except ValueError:
         raise SystemExit(
-            f"error: RANK and WORLD_SIZE have to be numbers, as torchrun sets them, not {rank!r} and {world_size!r}; "
-            "unset them to have the workers started here"
+            f"error: {names[0]} and {names[1]} have to be numbers, as a launcher sets them, not {rank!r} and "
+            f"{world_size!r}; unset them to have the workers started here"
         ) from None
+    # `srun program` and a shell in a job are one task: it starts its own workers there.
+    return None if names[0] != "RANK" and place.world_size == 1 else place
 
 
 def launch(
@@ -77,7 +88,7 @@ def launch(
 ) -> T:
     """Run ``role(place, settings)`` in one process for each name and return what rank 0 returned.
 
-    Under torchrun (RANK and WORLD_SIZE are set) nothing is started: the role of this process runs here, and what it
+    Under a launcher (torchrun, mpirun, srun) nothing is started: the role of this process runs here, and what it
     returned is returned on every rank.
 
     role, settings: travel to the processes by pickle, so the role must be importable. names: the workers' names by

@@ -87,7 +87,7 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
                 self.error(f"{_flag(field)} must be at least {value}{why}")
             place = place_from_environment() if field == "world_size" else None  # who has the word then
             if place is not None and place.world_size < value:
-                self.error(f"it needs at least {value} workers, and torchrun started {place.world_size}{why}")
+                self.error(f"it needs at least {value} workers, and the launcher started {place.world_size}{why}")
         if not 0 < getattr(arguments, "timeout", 1) <= LONGEST:
             self.error(f"--timeout must be above 0 seconds, and at most {LONGEST:,}")
         if not 0 <= getattr(arguments, "seed", 0) < SEEDS:
@@ -119,10 +119,10 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
         )
 
     def need_workers(self, count: int) -> None:
-        """End with a usage error if torchrun started another number of them."""
+        """End with a usage error if a launcher started another number of them."""
         place = place_from_environment()
         if place is not None and place.world_size != count:
-            self.error(f"it needs {count} workers, and torchrun started {place.world_size}")
+            self.error(f"it needs {count} workers, and the launcher started {place.world_size}")
 
     def main(
         self,

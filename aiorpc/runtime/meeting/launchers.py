@@ -141,6 +141,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "Slurm",
         "SLURM_PROCID",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        by="SLURM_STEP_ID",  # the script of sbatch has SLURM_PROCID as well, and is no task
         local_rank="SLURM_LOCALID",
         job=_job("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         host=_of_slurm,
