@@ -1,0 +1,59 @@
+"""What runs in the pods of test_pods.py: ``python -m tests.deploy.member PART``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+
+import aiorpc as rpc
+
+
+def where() -> str:
+    """Handler: the pod's name and address."""
+    name = socket.gethostname()
+    return f"{name} {socket.gethostbyname(name)}"
+
+
+def say(text: str) -> None:
+    """To the pod's log."""
+    print(text, flush=True)
+
+
+async def member() -> None:
+    """A member of a group of fixed size, by env://; rank 0 looks at rank 1 before and after another takes its place."""
+    rank = os.environ["JOB_COMPLETION_INDEX"]
+    options = rpc.RpcBackendOptions(rpc_timeout=float(os.environ.get("BOUND", "60")))
+    async with rpc.init(f"worker{rank}", options=options) as worker:
+        say(f"joined: {where()}")
+        if rank == "0" and "REPLACED" in os.environ:
+            events = worker.events()
+            say(f"first: {await rpc.call('worker1', where)}")
+            async for event in events:
+                if isinstance(event, rpc.events.WorkerReplaced):
+                    break
+            say(f"then: {await rpc.call('worker1', where)}")
+            await events.aclose()
+
+
+async def model() -> None:
+    """A member of a free group, which serves until it is killed."""
+    async with rpc.init("model", init_method=os.environ["MEET"]):
+        say("serves")
+        await asyncio.Event().wait()
+
+
+async def web() -> None:
+    """A member of the same group, which calls the model, and stays."""
+    async with rpc.init("web", init_method=os.environ["MEET"]):
+        await rpc.wait_for("model", timeout=60)
+        say(f"model: {await rpc.call('model', where)}")
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    # By its real name, not __main__: that is the name by which handlers are called.
+    from tests.deploy import member as this
+
+    asyncio.run(getattr(this, sys.argv[1])())
