@@ -37,6 +37,18 @@ async def member() -> None:
             await events.aclose()
 
 
+async def follower() -> None:
+    """A member of such a group that cannot do without rank 0: it fails when that was lost. Rank 0 calls, and leaves."""
+    rank = os.environ["JOB_COMPLETION_INDEX"]
+    worker = await rpc.init(f"worker{rank}")
+    say(f"joined: {where()}")
+    if rank == "0":
+        say(f"other: {await rpc.call('worker1', where)}")
+        await asyncio.sleep(float(os.environ["STAYS"]))
+    report = await worker.shutdown()  # serves until all are here
+    sys.exit(1 if report.lost else 0)
+
+
 async def model() -> None:
     """A member of a free group, which serves until it is killed."""
     async with rpc.init("model", init_method=os.environ["MEET"]):

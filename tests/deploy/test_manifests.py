@@ -15,7 +15,7 @@ from aiorpc.runtime.meeting.launchers import LAUNCHERS
 from .manifests import FOLDER, Manifest, check, manifests, pods
 
 DRAIN = 25.0  # seconds for which a worker that gets SIGTERM drains
-PAGE = FOLDER.parents[1] / "docs" / "clusters" / "kubernetes.md"
+PAGES = FOLDER.parents[1] / "docs" / "clusters"
 FILES = sorted(FOLDER.glob("*.yaml"))
 EACH = [pytest.param(each, id=f"{path.stem}-{each['kind']}") for path in FILES for each in manifests(path)]
 WITH_PODS = [each for each in EACH if [*pods(each.values[0])]]  # type: ignore[arg-type]
@@ -170,3 +170,20 @@ def test_modules_of_commands_are_there() -> None:
         path = root / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
     assert Path(root, "examples", "inference_service.py").exists()
+
+
+@pytest.mark.parametrize("page", ["kubernetes", "skypilot"])
+def test_a_page_has_the_files_as_they_are(page: str) -> None:
+    """Its blocks of YAML are files of deploy/."""
+    files = [path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.yaml")]
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks and [block for block in blocks if block not in files] == []
+
+
+def test_variables_of_skypilot_are_known() -> None:
+    """Those that the command uses are those by which a worker finds its place, and the secret has no value."""
+    [task] = manifests(FOLDER.parent / "skypilot.yaml")
+    [known] = (each for each in LAUNCHERS if each.name == "SkyPilot")
+    assert set(re.findall(r"\$([A-Z_]+)", task["run"])) == {known.rank, *known.size}
+    assert task["secrets"] == {"AIORPC_SECRET": None} and "exec " in task["run"]

@@ -17,10 +17,10 @@ MEMBER = ["python", "-m", "tests.deploy.member"]
 pytestmark = pytest.mark.slow
 
 
-def start(made: Cluster, index: int, *, known: bool = True, **more: str) -> Pod:
+def start(made: Cluster, index: int, part: str = "member", *, known: bool = True, **more: str) -> Pod:
     """A pod of an Indexed Job of two, as its controller starts it."""
     env = {**SECRET, "WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": str(index), **more}
-    return made.start(f"{NAME}-{index}", SERVICE, [*MEMBER, "member"], env, known=known)
+    return made.start(f"{NAME}-{index}", SERVICE, [*MEMBER, part], env, known=known)
 
 
 def test_a_pod_comes_back_under_its_name_with_another_address(tmp_path: Path) -> None:
@@ -65,6 +65,20 @@ def test_a_name_that_stays_unknown_is_named(tmp_path: Path) -> None:
         assert second.end() == 1
         assert "RendezvousError" in second.said()
         assert f"'{NAME}-0.{SERVICE}.default.svc.cluster.local' cannot be resolved" in second.said()
+
+
+@pytest.mark.long
+def test_all_meet_again_after_the_death_of_rank_0(tmp_path: Path) -> None:
+    """Which has the store: the other one ends, and both come back, each with another address."""
+    with cluster(tmp_path, 4) as made:
+        first, second = start(made, 0, "follower", STAYS="60"), start(made, 1, "follower")
+        first.wait_for(f"other: {second.name} {second.address}")
+        first.kill()
+        third = start(made, 0, "follower", STAYS="0")
+        assert second.end() == 1
+        fourth = start(made, 1, "follower")
+        third.wait_for(f"other: {fourth.name} {fourth.address}")
+        assert (third.end(), fourth.end()) == (0, 0)
 
 
 @pytest.mark.long
