@@ -49,6 +49,22 @@ async def follower() -> None:
     sys.exit(1 if report.lost else 0)
 
 
+async def slow() -> str:
+    """Handler: takes a while."""
+    await asyncio.sleep(3.0)
+    return where()
+
+
+async def asks() -> None:
+    """A member of a free group with calls to the model under way, all of which are answered."""
+    async with rpc.init("asks", init_method=os.environ["MEET"]):
+        await rpc.wait_for("model", timeout=60)
+        calls = [rpc.call("model", slow) for _ in range(20)]
+        await rpc.call("model", where)  # it has accepted those before
+        say("under way")
+        say(f"answered: {len(await asyncio.gather(*calls))}")
+
+
 async def model() -> None:
     """A member of a free group, which serves until it is killed."""
     async with rpc.init("model", init_method=os.environ["MEET"]):
