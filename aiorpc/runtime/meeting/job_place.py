@@ -51,7 +51,8 @@ class JobFolder:
 def _locked(path: Path) -> int:
     """A descriptor of the folder, with a shared lock on it."""
     while True:
-        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # `exist_ok` looks again, when it may be gone
+            path.mkdir(mode=0o700)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:  # another process has just removed it

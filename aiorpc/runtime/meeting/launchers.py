@@ -270,6 +270,8 @@ def spot_of(launched: Launched, environ: Environment) -> Spot | None:
     ports = ports_of(job) if job else (launcher.port,) if launcher.port else ()
     if environ.get(_PORT):
         job, ports = "", tuple([_number(environ, _PORT)])
+        if not 0 < ports[0] < 1 << 16:
+            raise RpcUsageError(f"{_PORT} must be between 1 and 65535, not {ports[0]}")
     missing = [name for name, has in ((_HOST, host), (_PORT, ports)) if not has]
     if missing:
         raise RendezvousError(

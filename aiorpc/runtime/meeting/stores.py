@@ -225,7 +225,10 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
     except socket.gaierror as error:
         raise RuntimeError(unresolved(place, error)) from error
     except OSError as error:
-        raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
+        raise RuntimeError(
+            f"{place.host} is no address of this host and does not lead to it ({error}). Rank 0 runs here: give all "
+            "workers an address of this host in MASTER_ADDR or init_method"
+        ) from error
 
 
 def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValueClient:
