@@ -415,6 +415,16 @@ def test_a_pattern_that_makes_no_name_says_why(pattern: str, said: str, no_launc
     assert aiorpc.launched() is None
 
 
+def test_a_pattern_in_the_script_of_a_job_says_how_to_start_a_step(no_launcher: pytest.MonkeyPatch) -> None:
+    """The program lacks a rank because srun was left out."""
+    for key, value in BATCH.items():
+        no_launcher.setenv(key, value)
+    with pytest.raises(
+        RpcUsageError, match=r"rank of this worker is not known.*not in a step of it: start it with srun"
+    ):
+        aiorpc.init("w{rank}")
+
+
 async def test_one_name_for_all_ranks_says_how_to_name_them() -> None:
     """By a pattern."""
     store = HashStore()
@@ -501,8 +511,9 @@ def test_a_folder_is_entered_while_others_leave_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    """It says which."""
+    """It says which; what else has such a name does no harm."""
     (tmp_path / "meet-1").write_text("")
+    JobFolder(tmp_path / "meet-2").leave()
     with pytest.raises(RendezvousError, match=r"workers of this job cannot meet in .*meet-1: .*"):
         JobFolder(tmp_path / "meet-1")
 

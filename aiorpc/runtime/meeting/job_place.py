@@ -33,9 +33,10 @@ class JobFolder:
     def __init__(self, path: Path) -> None:
         """Raises RendezvousError if there can be no such folder."""
         self._path = path
-        try:
-            for each in path.parent.glob("meet-*"):
+        for each in path.parent.glob("meet-*"):
+            with contextlib.suppress(OSError):  # what cannot be removed is no concern of this job
                 _remove_unused(each)
+        try:
             self._lock = _locked(path)
         except OSError as error:
             raise RendezvousError(f"the workers of this job cannot meet in {path}: {error}") from error

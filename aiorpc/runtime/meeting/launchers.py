@@ -328,7 +328,7 @@ def filled(pattern: str, role: str, rank: int | None, environ: Environment) -> s
         }
         unknown = next((field for field in _FIELDS if field in fields and known[field] is None), None)
         if unknown is not None:
-            raise ValueError(f"the {unknown} of this worker is not known: {_FIELDS[unknown]}")
+            raise ValueError(f"the {unknown} of this worker is not known: {_FIELDS[unknown]}. {hint(environ)}".strip())
         return pattern.format(**known)
     except (ValueError, LookupError) as error:
         raise RpcUsageError(f"the name {pattern!r:.200} is a pattern, and makes no name: {error}") from None
