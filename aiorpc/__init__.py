@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         get_worker_info,
         group,
         init,
+        launched,
         peer,
         publish,
         queue,
@@ -110,6 +111,7 @@ __all__ = [
     "group",
     "init",
     "init_rpc",
+    "launched",
     "nn",
     "optim",
     "peer",
@@ -134,8 +136,8 @@ __all__ = [
 _SUBMODULES = ("autograd", "errors", "events", "functions", "nn", "optim", "types")
 #: The module that defines each other name of `__all__`.
 _PLACES = {
-    ".api": """call current get_worker_info group init peer publish queue record remote serve stream subscribe unpublish
-        wait_for""",
+    ".api": """call current get_worker_info group init launched peer publish queue record remote serve stream subscribe
+        unpublish wait_for""",
     ".collecting": "collect_all wait_all",
     ".errors": """NotAllowed Overloaded PeerLeft PeerLost QueueEmpty QueueFull QueueShutDown RemoteError RpcCancelled
         RpcError RpcTimeout RpcUsageError WorkerClosed""",

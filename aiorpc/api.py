@@ -25,6 +25,7 @@ from .runtime.caller.stream import Stream, open_stream
 from .runtime.calls.batched import Batched
 from .runtime.fanout.options import Quorum
 from .runtime.fanout.peer_group import PeerGroup
+from .runtime.meeting.launchers import Launched, found
 from .runtime.node import registry
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references.rref import RRef
@@ -44,18 +45,21 @@ def init(
 ) -> Worker:
     """A worker that joins when it is awaited, or joins and leaves with ``async with``, on the running loop.
 
-    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``.
-    rank, world_size: with ``env://`` from RANK and WORLD_SIZE if not given, as torchrun sets them. Elsewhere a group
-        without a world size is free: workers join and leave it at any time.
+    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. In ``"{role}{rank}"`` the words in braces stand
+        for what this worker has, and so does ``{local_rank}``; ``{rank:02}`` has two digits at least.
+    rank, world_size: with ``env://`` as the launcher says, if not given: torchrun by RANK and WORLD_SIZE, others by
+        variables of their own (`launched`). Elsewhere a group without a world size is free: workers join and leave it
+        at any time.
     init_method: where the workers meet: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``.
     options: everything else that can be set; the defaults if None.
     store: a torch Store to meet at, in place of `init_method`.
     role: the role of this worker, by which the option ``allow`` of others decides what this worker may call. Letters as
-        in `name`.
+        in `name`. If it is empty: that of the variable AIORPC_ROLE, or of ``torchrun --role``.
     progress: whether to show, in a terminal or a notebook, that it joins, and how many of how many members have come.
         Needs rich or tqdm.
 
-    Raised here: RpcUsageError for an invalid name, role, options or store, and for progress without either package.
+    Raised here: RpcUsageError for an invalid name, role, options or store, for progress without either package, and for
+    a pattern with a word that is not known of this worker.
 
     Raised by joining: RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for invalid devices or device maps; RpcUsageError for an invalid rank, size or
@@ -71,6 +75,17 @@ def init(
         role=role,
         progress=progress,
     )
+
+
+def launched() -> Launched | None:
+    """What the launcher of this process says of it: its rank, and that among the processes of this host, for a device.
+
+    None if the environment tells no rank. Before joining as well as after, from any thread.
+
+    Raised here: RendezvousError if variables of the environment contradict each other or say too little; RpcUsageError
+    for a number that is none.
+    """
+    return found(os.environ)
 
 
 def current() -> Worker:

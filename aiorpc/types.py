@@ -2,7 +2,7 @@
 
 See the verb for each: `aiorpc.peer` returns a `PeerHandle`, `aiorpc.group` a `PeerGroup`, `aiorpc.serve` a
 `ServedObject`, `aiorpc.queue` a `QueueHandle`, `aiorpc.stream` a `Stream`, `aiorpc.publish` a `Publication`,
-`aiorpc.subscribe` a `Subscription`, `aiorpc.record` a `Recording`.
+`aiorpc.subscribe` a `Subscription`, `aiorpc.record` a `Recording`, `aiorpc.launched` a `Launched`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .runtime.fanout.outcomes import Outcome, Outcomes
 from .runtime.fanout.peer_group import PeerGroup
 from .runtime.fanout.rref_group import RRefGroup
 from .runtime.group.group import ShutdownReport
+from .runtime.meeting.launchers import Launched
 from .runtime.publication.readers import Delivery
 from .runtime.publication.subscription import Publication, PublishedVersion, Subscription
 from .runtime.statistics import Statistics
@@ -35,6 +36,7 @@ __all__ = [
     "GroupMap",
     "GroupObject",
     "GroupStream",
+    "Launched",
     "ObjectHandle",
     "Outcome",
     "Outcomes",

@@ -55,6 +55,7 @@ from .runtime.group.group import ShutdownReport, present
 from .runtime.hooks import Hooks
 from .runtime.lifecycle import Lifecycle
 from .runtime.links.accelerators import claims_of
+from .runtime.meeting.launchers import filled, role_of
 from .runtime.node import Node, Plan
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references import rref
@@ -99,8 +100,8 @@ class Worker:
     ) -> None:
         """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any."""
         self._progress = bars.check(progress)
-        self.name: str = check_name(name)
-        self.role: str = check_role(role)
+        self.role: str = check_role(role or role_of(os.environ))
+        self.name: str = check_name(filled(name, self.role, rank, os.environ))
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise RpcUsageError(f"options must be an RpcBackendOptions or None, not {options!r:.80}")
         if store is not None and not isinstance(store, Store):

@@ -88,7 +88,10 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
         if len(same) > 1:
             who = " and ".join(record.describe() for record in same)
             ranks = " and ".join(str(record.id) for record in same)
-            raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
+            raise RendezvousError(
+                f"name {name!r} is not unique: ranks {ranks} have it: {who}. Give each a name of its own, for example "
+                f"by the pattern {name.rstrip('0123456789') + '{rank}'!r}"
+            )
 
 
 def check_unmixed(kv: KeyValueClient, here: str, patience: Patience, knocks: Callable[[], str]) -> None:

@@ -16,19 +16,19 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ...errors import RendezvousError, RpcUsageError
 from ...transport import sockets
 from . import launchers
-from .launchers import Launched
+from .launchers import Launched, Spot
 from .patience import Patience
 
 # Addresses for documentation (RFC 5737, RFC 3849), to ask the kernel for the route to the rest of the world.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = ("127.0.0.1", "::1")
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
     """A meeting place. path is for files; host, port and agent (torchrun owns the store) for TCP. launched: what a
-    launcher said of this process, from which the others come."""
+    launcher said of this process. job: of it, if the place follows from the job alone (`job_place`); ports: those at
+    which it may meet, of which `port` is one."""
 
     rank: int | None
     world_size: int | None
@@ -37,6 +37,8 @@ class MeetingPlace:
     port: int = 0
     agent: bool = False
     launched: Launched | None = None
+    job: str = ""
+    ports: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.path:
@@ -111,41 +113,52 @@ def check_ranks(rank: int | None, world_size: int | None) -> None:
 
 def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
     """That of torchrun's variables, which may be set by hand, or that of another launcher."""
-    launched = launchers.found(environ)
-    if launched is not None and not all(environ.get(name) for name in _OF_TORCHRUN):
-        return _from_launcher(launched, rank, world_size)
 
     def variable(name: str) -> str:
         if not environ.get(name):
             raise RendezvousError(
-                f"init_method env:// needs the environment variable {name}, which is not set: start the program with "
-                "torchrun, which sets it, or by another launcher that is known (Slurm, Open MPI, Kubernetes; the "
-                "documents list them), or say rank=, world_size= and init_method= yourself (init_rpc takes the last "
-                "one in RpcBackendOptions)"
+                f"init_method env:// needs the environment variable {name}, which is not set. {launchers.hint(environ)}"
+                "Start the program with torchrun, which sets it, or with another launcher that is known (Slurm's srun, "
+                "mpirun, an Indexed Job; the documents list them), or say rank=, world_size= and init_method= yourself "
+                "(init_rpc takes the last one in RpcBackendOptions)"
             )
         return environ[name]
 
+    launched = None
+    named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
+    if not (named and rank is not None and world_size is not None):
+        launched = launchers.found(environ)
+    spot = None if launched is None or named else launchers.spot_of(launched, environ)
+    if launched is not None and spot is not None:
+        return _of_launcher(launched, spot, rank, world_size)
+    if launched is not None:
+        rank = launched.rank if rank is None else rank
+        world_size = launched.world_size if world_size is None else world_size
     return MeetingPlace(
         rank=_number(variable("RANK"), "RANK") if rank is None else rank,
         world_size=_number(variable("WORLD_SIZE"), "WORLD_SIZE") if world_size is None else world_size,
         host=variable("MASTER_ADDR"),
         port=_number(variable("MASTER_PORT"), "MASTER_PORT", 1, 65_535),
         agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        launched=launched,
     )
 
 
-def _from_launcher(launched: Launched, rank: int | None, world_size: int | None) -> MeetingPlace:
-    if world_size is not None and world_size != launched.size:
+def _of_launcher(launched: Launched, spot: Spot, rank: int | None, world_size: int | None) -> MeetingPlace:
+    if world_size is not None and world_size != launched.world_size:
         raise RendezvousError(
             f"world_size is {world_size}, and this process was started by {launched}: leave world_size out, or start "
-            "as many processes"
+            f"as many processes; or, if {launched.variables[0]} is left over in a shell, unset it there"
         )
     rank = launched.rank if rank is None else rank
-    if launched.alone:  # no port: two jobs of a host never meet
-        name = hashlib.sha256(f"{launched.launcher} {launched.job}".encode()).hexdigest()[:16]
-        path = str(sockets.private_directory() / f"meet-{name}")
-        return MeetingPlace(rank, launched.size, path=path, launched=launched)
-    return MeetingPlace(rank, launched.size, host=launched.host, port=launched.port, launched=launched)
+    if spot.host:
+        port = spot.ports[0]
+        return MeetingPlace(
+            rank, launched.world_size, "", spot.host, port, launched=launched, job=spot.job, ports=spot.ports
+        )
+    name = hashlib.sha256(f"{launched.launcher} {spot.job}".encode()).hexdigest()[:16]
+    path = str(sockets.private_directory() / f"meet-{name}" / "store")
+    return MeetingPlace(rank, launched.world_size, path, launched=launched, job=spot.job)
 
 
 def _number(text: str, name: str, low: int = 0, high: int = 1 << 31) -> int:

@@ -28,6 +28,7 @@ from ...undoing import on_error
 from .agreeing import Agreement, check_alike
 from .fixed import FixedWorld
 from .free import FreeWorld
+from .job_place import JobFolder, mark_job, open_job_port
 from .key_value import KeyValueClient, from_hex
 from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
 from .membership import SET_IT, Member, Proof
@@ -84,6 +85,7 @@ class Rendezvous:
         self.world_size: int | None = place.world_size
         self.hosts_store: bool = hosts_store
         self._ends_store = False
+        self._folder: JobFolder | None = None  # where this worker meets the others of a launcher's job on this host
         self._place = place
         self._patience = patience
         self._founding = options.founding
@@ -127,9 +129,9 @@ class Rendezvous:
             place = MeetingPlace(rank, world_size)
         else:
             place = parse(init_method, rank, world_size, os.environ)
-            if place.launched is not None:
-                logger.info("started by %s; the group meets at %s", place.launched, place)
         patience.place = str(place)
+        if place.launched is not None:
+            logger.info("started by %s; the group meets at %s", place.launched, place)
         if (
             options.require_secret and own_secret is None and place.world_size is None
         ):  # with a world size, `join` also tells the waiting members
@@ -137,8 +139,15 @@ class Rendezvous:
         if store is not None:
             return make(place, KeyValueClient(store, str(place)), False)
         if place.path:
-            return make(place, open_file(place), False)
-        hosting = open_tcp(place, patience, options.grace)
+            folder = JobFolder(Path(place.path).parent) if place.job else None
+            with on_error(folder.leave) if folder is not None else contextlib.nullcontext():
+                rendezvous = make(place, open_file(place), False)
+            rendezvous._folder = folder
+            return rendezvous
+        if place.job:
+            place, hosting = open_job_port(place, patience, options.grace)
+        else:
+            hosting = open_tcp(place, patience, options.grace)
         rendezvous = make(place, hosting.kv, hosting.hosted)
         rendezvous._reached(hosting)
         return rendezvous
@@ -330,6 +339,9 @@ class Rendezvous:
             self._kv.close()
             if self._ends_store and self._made is not None and listens(self._place):
                 self._take_back_end(self._made)
+            if self._folder is not None:
+                self._folder.leave()
+                self._folder = None
 
     def _await_ranks(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
@@ -499,3 +511,4 @@ class Rendezvous:
         self._ends_store = hosting.ends
         if self.hosts_store:  # a store shared with torch may hold an earlier worker's announcement
             self._kv.reopen()
+            mark_job(self._kv, self._place)

@@ -122,11 +122,11 @@ def open_tcp(place: MeetingPlace, patience: Patience, grace: float) -> Hosting:
     """
     if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place, patience)):
         return Hosting(reach_tcp(place, patience, grace))
-    visitor = _Visitor(place, patience, grace)
+    visitor = Visitor(place, patience, grace)
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
-                before = _is_taken(place.port)  # if torch hosts below all the same, this process had it
+                before = is_taken(place.port)  # if torch hosts below all the same, this process had it
                 return Hosting(KeyValueClient(_host_tcp(place, patience), str(place)), True, not before)
             except TimeoutError:
                 patience.trouble = "no answer"
@@ -177,7 +177,7 @@ def _tcp_store(
         return make(use_libuv=False)
 
 
-def _is_taken(port: int) -> bool:
+def is_taken(port: int) -> bool:
     """Whether something listens at that port of this host."""
     try:
         socket.create_server(("", port)).close()
@@ -225,7 +225,10 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
     except socket.gaierror as error:
         raise RuntimeError(unresolved(place, error)) from error
     except OSError as error:
-        raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
+        raise RuntimeError(
+            f"{place.host} is no address of this host and does not lead to it ({error}). Rank 0 runs here: give all "
+            "workers an address of this host in MASTER_ADDR or init_method"
+        ) from error
 
 
 def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValueClient:
@@ -234,7 +237,7 @@ def reach_tcp(place: MeetingPlace, patience: Patience, grace: float) -> KeyValue
     RendezvousError at once if what answers is no torch store.
     """
     patience.trouble = patience.trouble or f"nothing has answered yet; {place.host!r} may be long to look up"
-    visitor = _Visitor(place, patience, grace)
+    visitor = Visitor(place, patience, grace)
     for _ in patience.tries():
         kv = visitor.visit()
         if kv is not None:
@@ -266,7 +269,7 @@ def _reach(place: MeetingPlace, seconds: float) -> Reached:
     return bounded(make, limit.attempt())
 
 
-class _Visitor:
+class Visitor:
     """Tries to reach the store at a place. grace: as of `Contact`, for the client."""
 
     def __init__(self, place: MeetingPlace, patience: Patience, grace: float) -> None:
