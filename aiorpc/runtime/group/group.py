@@ -153,6 +153,11 @@ class Group:
         return self._table.live()
 
     @property
+    def is_member(self) -> bool:
+        """Whether the others know this worker; a new process in a lost one's place has joined before that."""
+        return self._table.returning is Returning.MEMBER
+
+    @property
     def parted(self) -> bool:
         """Whether this worker has lost members and knows no other living one."""
         return bool(self.lost) and all(record.id == self._engine.id for record in self.live())
