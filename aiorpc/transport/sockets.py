@@ -69,8 +69,13 @@ def remove_stale(directory: Path) -> None:
     """Remove the sockets that dead workers left behind, and links to their heartbeats (`observability.heartbeat`)."""
     for path in directory.glob("*.sock"):
         remove_if_stale(path)
-    for path in directory.glob(f"*.{process_namespace()}.beat"):
-        if not path.exists():  # it leads to a descriptor of a process
+    remove_dead_links(directory)
+
+
+def remove_dead_links(directory: Path, pid: int | str = "*") -> None:
+    """Remove links to the heartbeats of dead workers. pid: of their process; of any by default."""
+    for path in directory.glob(f"*.{pid}.*.{process_namespace()}.beat"):
+        if not path.exists():  # it leads to a descriptor of the process
             path.unlink(missing_ok=True)
 
 

@@ -169,13 +169,14 @@ class Group:
             self._remove_sockets(self.members.get(member))
 
     def _remove_sockets(self, record: WorkerRecord | None) -> None:
-        """Those at which it took connections and could be looked at."""
+        """Those at which it took connections and could be looked at, and the link to its heartbeat."""
         if record is None or record.host != self._engine.record.host:
             return
         with contextlib.suppress(OSError):
             endpoints = sockets.private_directory().glob(f"look-{record.pid}-*.sock")
             for path in (Path(record.unix_path), *endpoints) if record.unix_path else endpoints:
                 sockets.remove_if_stale(path)
+            sockets.remove_dead_links(sockets.private_directory(), record.pid)
 
     def close_in_child(self) -> None:
         """After a fork: release the descriptors, which are the parent's."""
