@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import TYPE_CHECKING
 
 from . import _forks  # noqa: F401  # before a program forks
 from ._exiting import end_at_exit
 from ._installed import warn_of_another
 from ._version import __version__ as __version__
 
+TYPE_CHECKING = False  # as of typing, whose import a probe need not wait for
 if TYPE_CHECKING:
     from . import autograd, errors, events, functions, nn, optim, types
     from .api import (

@@ -15,6 +15,7 @@ COMMANDS = {
     "certificates": "make an authority and certificates of workers, for a test bed",
     "dashboard": "serve a page that shows the groups of this user on this host",
     "diagnose": "say what is wrong with a group",
+    "probe": "say whether a worker lives or is ready, as the exit status",
     "ps": "list the groups and workers of this user on this host",
     "record": "write what a group does for some seconds on one time axis",
     "stacks": "print the stacks of all threads and tasks of a worker",

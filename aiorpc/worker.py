@@ -24,6 +24,7 @@ from .channels.torch_accelerator import find_accelerator
 from .errors import RpcUsageError, WorkerClosed
 from .futures import Future
 from .notebooks import html_table
+from .observability.beating import Heartbeat
 from .observability.endpoint import Visibility
 from .observability.metrics import Metrics
 from .observability.recorder import Recording
@@ -133,6 +134,7 @@ class Worker:
                 objects=self._objects,
                 role=self.role,
                 attachments=(
+                    Heartbeat(self.name),
                     Visibility(),
                     Metrics(self.name, self.options.metrics),
                 ),

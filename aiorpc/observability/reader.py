@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import struct
 import tempfile
 import time
@@ -23,6 +22,8 @@ from typing import TypeVar
 
 import msgspec
 
+from . import heartbeat
+from .heartbeat import how_it_stands
 from .report import (
     LONGEST_ANSWER,
     Answer,
@@ -46,8 +47,6 @@ FAR_PATIENCE = 2.0
 #: As in `endpoint`, which cannot be imported without torch.
 SIGNAL = int(signal.SIGRTMAX) - 1
 
-#: Characters, as in `transport.sockets`, which cannot be imported without torch.
-_LONGEST_PATH = 60
 #: Seconds between the looks at a group by which troubles are found.
 PAUSES = (0.3, 0.7)
 #: Seconds for a recording to begin and to be fetched.
@@ -78,11 +77,7 @@ class Process:
     @property
     def how_it_stands(self) -> str:
         """ "stopped" for a process that a signal has stopped, "gone", or "" for one that may run."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return "gone"
-        return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "")
+        return how_it_stands(self.pid)
 
 
 @dataclass
@@ -103,16 +98,7 @@ class SeenGroup:
 
 def directories() -> list[Path]:
     """The private directories of this user, in which workers meet: see `transport.sockets.private_directory`."""
-    own = Path(tempfile.gettempdir()) / f"aiorpc-{os.getuid()}"
-    if len(str(own)) > _LONGEST_PATH:
-        own = Path("/tmp") / own.name
-    found = []
-    for path in (own, *sorted(own.parent.glob(f"{own.name}-*"))):
-        with contextlib.suppress(OSError):
-            info = path.lstat()
-            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
-                found.append(path)
-    return found
+    return [Path(each) for each in heartbeat.directories(tempfile.gettempdir())]
 
 
 def processes() -> list[Process]:

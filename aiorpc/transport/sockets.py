@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import Overloaded
+from ..private import process_namespace
 from ..threads import run_in_thread
 from ..undoing import on_error
 
@@ -65,9 +66,17 @@ def _is_private(path: Path) -> bool:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the sockets that dead workers left behind."""
+    """Remove the sockets that dead workers left behind, and links to their heartbeats (`observability.heartbeat`)."""
     for path in directory.glob("*.sock"):
         remove_if_stale(path)
+    remove_dead_links(directory)
+
+
+def remove_dead_links(directory: Path, pid: int | str = "*") -> None:
+    """Remove links to the heartbeats of dead workers. pid: of their process; of any by default."""
+    for path in directory.glob(f"*.{pid}.*.{process_namespace()}.beat"):
+        if not path.exists():  # it leads to a descriptor of the process
+            path.unlink(missing_ok=True)
 
 
 def remove_if_stale(path: Path) -> None:

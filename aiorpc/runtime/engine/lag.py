@@ -75,6 +75,8 @@ class LoopMonitor:
         self._loop_thread = 0
         self._cpu_clock: int | None = None
         self._seen: tuple[float, float | None] = time.monotonic(), None  # when the thread looked, and `_cpu_used` then
+        self.on_tick: Callable[[], object] | None = None
+        """Called on the loop whenever the timer runs."""
         self.lag_max: float = 0.0
         """Seconds the timer was late at worst."""
         self.lag_mean: float = 0.0
@@ -128,6 +130,8 @@ class LoopMonitor:
         tick = self._tick
         if tick is None:
             return
+        if self.on_tick is not None:
+            self.on_tick()
         # uvloop counts from the beginning of the loop's turn, so a tick may also come a little early.
         now = time.monotonic()
         lag = max(0.0, now - tick.due - tick.excused)

@@ -153,6 +153,11 @@ class Group:
         return self._table.live()
 
     @property
+    def is_member(self) -> bool:
+        """Whether the others know this worker; a new process in a lost one's place has joined before that."""
+        return self._table.returning is Returning.MEMBER
+
+    @property
     def parted(self) -> bool:
         """Whether this worker has lost members and knows no other living one."""
         return bool(self.lost) and all(record.id == self._engine.id for record in self.live())
@@ -164,13 +169,14 @@ class Group:
             self._remove_sockets(self.members.get(member))
 
     def _remove_sockets(self, record: WorkerRecord | None) -> None:
-        """Those at which it took connections and could be looked at."""
+        """Those at which it took connections and could be looked at, and the link to its heartbeat."""
         if record is None or record.host != self._engine.record.host:
             return
         with contextlib.suppress(OSError):
             endpoints = sockets.private_directory().glob(f"look-{record.pid}-*.sock")
             for path in (Path(record.unix_path), *endpoints) if record.unix_path else endpoints:
                 sockets.remove_if_stale(path)
+            sockets.remove_dead_links(sockets.private_directory(), record.pid)
 
     def close_in_child(self) -> None:
         """After a fork: release the descriptors, which are the parent's."""
