@@ -55,6 +55,7 @@ from .runtime.group.group import ShutdownReport, present
 from .runtime.hooks import Hooks
 from .runtime.lifecycle import Lifecycle
 from .runtime.links.accelerators import claims_of
+from .runtime.meeting.secret import Secret
 from .runtime.node import Node, Plan
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references import rref
@@ -96,8 +97,10 @@ class Worker:
         hooks: Hooks | None = None,
         role: str = "",
         progress: bool = False,
+        secret: Secret | None = None,
     ) -> None:
-        """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any."""
+        """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any. secret: of the group, in
+        place of any that the user gives."""
         self._progress = bars.check(progress)
         self.name: str = check_name(name)
         self.role: str = check_role(role)
@@ -131,6 +134,7 @@ class Worker:
                 events=self._events,
                 objects=self._objects,
                 role=self.role,
+                secret=secret,
                 attachments=(
                     Visibility(),
                     Metrics(self.name, self.options.metrics),

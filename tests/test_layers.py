@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("examples",),
     ("compat",),
-    ("testing",),
+    ("testing", "launch"),
     ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),
     ("worker",),
     ("observability",),
