@@ -51,7 +51,7 @@ testmetrics: $(VENV)/.installed-test ## scrape workers with Prometheus, and try 
 
 # Debian's packages are installed where that can be done without a question. Hosts are namespaces, which root can make.
 CLUSTER_TOOLS := slurmctld slurmd srun munged mpirun ip
-testcluster: $(VENV)/.installed-test ## run programs by torchrun on several hosts, Slurm and mpirun, as root (TEST_ARGS)
+testcluster: $(VENV)/.installed-cluster ## run programs by torchrun on several hosts, Slurm, mpirun and Ray, as root (TEST_ARGS)
 	@command -v $(CLUSTER_TOOLS) | wc -l | grep -qx $(words $(CLUSTER_TOOLS)) || \
 		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \

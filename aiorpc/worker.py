@@ -57,6 +57,7 @@ from .runtime.hooks import Hooks
 from .runtime.lifecycle import Lifecycle
 from .runtime.links.accelerators import claims_of
 from .runtime.meeting.launchers import filled, role_of
+from .runtime.meeting.secret import Secret
 from .runtime.node import Node, Plan
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references import rref
@@ -98,8 +99,10 @@ class Worker:
         hooks: Hooks | None = None,
         role: str = "",
         progress: bool = False,
+        secret: Secret | None = None,
     ) -> None:
-        """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any."""
+        """accelerator: of the devices that tensors may lie on; None for CUDA, if there is any. secret: of the group, in
+        place of any that the user gives."""
         self._progress = bars.check(progress)
         self.role: str = check_role(role or role_of(os.environ))
         self.name: str = check_name(filled(name, self.role, rank, os.environ))
@@ -133,6 +136,7 @@ class Worker:
                 events=self._events,
                 objects=self._objects,
                 role=self.role,
+                secret=secret,
                 attachments=(
                     Heartbeat(self.name),
                     Visibility(),

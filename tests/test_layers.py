@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("examples",),
     ("run",),  # python -m aiorpc.run
     ("compat",),
-    ("testing",),
+    ("testing", "launch"),
     ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),
     ("worker",),
     ("observability",),

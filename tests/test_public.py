@@ -90,6 +90,7 @@ WITH_CLASSES = (
     "aiorpc.types",
     "aiorpc.events",
     "aiorpc.testing",
+    "aiorpc.launch.ray",
     "aiorpc.tracing",
     "aiorpc.opentelemetry",
     "aiorpc.optim",

@@ -215,6 +215,7 @@ class Lifecycle:
                 store=plan.store,
                 options=MeetingOptions(
                     require_secret=plan.options.require_secret,
+                    secret=plan.secret,
                     secret_file=plan.options.secret_file,
                     certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
                     safe=plan.options.serialization == "safe",

@@ -62,6 +62,7 @@ from .links.link import Link
 from .links.links import Links
 from .links.memory import Memory
 from .meeting.rendezvous import Rendezvous
+from .meeting.secret import Secret
 from .publication.publications import Publications
 from .references.references import References
 from .references.rref import RRef
@@ -91,8 +92,8 @@ class Plan:
     """The user's description of a worker, before anything of it exists.
 
     worker: the `Worker` in the user's program. claims: about its devices, for the others. objects: served under names.
-    role: as in its record. attachments: opened before it joins, and closed first when it ends. make_tracer:
-    makes the tracer of its calls; None: they are not traced.
+    role: as in its record. secret: of its group, if the program has that from another member. attachments: opened
+    before it joins, and closed first when it ends. make_tracer: makes the tracer of its calls; None: it traces none.
     """
 
     worker: Any
@@ -108,6 +109,7 @@ class Plan:
     events: Events
     objects: Objects
     role: str = ""
+    secret: Secret | None = None
     attachments: Sequence[Attachment] = ()
     make_tracer: Callable[[Engine], CallTracer] | None = None
 

@@ -19,6 +19,7 @@ MODULES = (
     "aiorpc.nn",
     "aiorpc.optim",
     "aiorpc.testing",
+    "aiorpc.launch.ray",
     "aiorpc.opentelemetry",
 )
 

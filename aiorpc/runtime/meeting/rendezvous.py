@@ -50,7 +50,8 @@ class MeetingOptions:
     """A worker's demands on its group, and how long it waits.
 
     require_secret: whether joining needs AIORPC_SECRET; None: only if members or store are on another host.
-    secret_file: has the secret, in place of AIORPC_SECRET. certificates: they prove membership if there is no secret.
+    secret: that of the group, in place of any that the user gives. secret_file: has it, in place of AIORPC_SECRET.
+    certificates: they prove membership if there is no secret.
     safe: whether this worker reads no pickles. founding: seconds for which the first worker of a free group at
     ``tcp://`` waits for members of an earlier store. grace: seconds for which an unreachable store is tried again after
     its connection broke.
@@ -58,6 +59,7 @@ class MeetingOptions:
 
     require_secret: bool | None = None
     secret_file: str | os.PathLike[str] | None = None
+    secret: Secret | None = None
     certificates: bool = False
     safe: bool = False
     founding: float = 0.0
@@ -122,7 +124,7 @@ class Rendezvous:
         reached in time. RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
-        own_secret = given_secret(options.secret_file)
+        own_secret = options.secret or given_secret(options.secret_file)
         make = partial(cls, patience=patience, own_secret=own_secret, options=options)
         if store is not None:
             check_ranks(rank, world_size)
