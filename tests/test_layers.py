@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("testing",),
     ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),
-    ("worker",),
+    ("worker", "draining"),
     ("observability",),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),
