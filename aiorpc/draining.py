@@ -65,6 +65,7 @@ class _Drains:
         self._installed: tuple[int, ...] = ()
         self._begun = self._over = False  # whether a signal has come, and whether the time of the program is up
         self._forks_told = False
+        self._masks: dict[int, set[int]] = {}  # of threads that fork, from before that; by their numbers
 
     def follow(self, worker: DrainedWorker | None = None) -> None:
         """Install the handler for the signals of the living workers, or restore the default. Any thread; only in the
@@ -82,7 +83,9 @@ class _Drains:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     if not self._forks_told:
                         self._forks_told = True
-                        os.register_at_fork(after_in_child=self._after_fork)
+                        os.register_at_fork(
+                            before=self._before_fork, after_in_parent=self._unmask, after_in_child=self._after_fork
+                        )
                     self._installed = (*self._installed, number)
                     signal.signal(number, self.handle)
             if not self._begun:  # otherwise the program is about to end, and a second signal shall not hurry it
@@ -96,7 +99,8 @@ class _Drains:
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Begin to drain; or end the process as the signal would have."""
-        if self._over or not (self._begun or any(each.state in _JOINED for each in list(self._workers))):
+        joined = any(each.state in _JOINED for each in list(self._workers))
+        if self._over or not (self._begun or joined):
             self._restore(number)
             os.kill(os.getpid(), number)
         elif not self._begun:
@@ -134,11 +138,21 @@ class _Drains:
     def _is_over(self, began: float, bounds: Sequence[float]) -> bool:
         return all(bounds) and time.monotonic() > began + max(bounds, default=0.0) + REST
 
+    def _before_fork(self) -> None:
+        # A child forgets what it was sent before it was told of the fork: `Process.terminate` would wait for ever.
+        self._masks[threading.get_ident()] = {*signal.pthread_sigmask(signal.SIG_BLOCK, self._installed)}
+
+    def _unmask(self) -> None:
+        mask = self._masks.pop(threading.get_ident(), None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     def _after_fork(self) -> None:
         self._workers, self._begun, self._over = weakref.WeakSet(), False, False
         for number in self._installed:
             with contextlib.suppress(ValueError):
                 self._restore(number)
+        self._unmask()
 
 
 _drains = _Drains()

@@ -252,7 +252,11 @@ class Service:
         refusal: RpcError
         if why is not None:
             refusal = Overloaded(f"worker {self._engine.name!r} {why}")
-        elif self._engine.lifetime.parting and not system and not self._home.continues(call.origin):
+        elif (
+            self._engine.lifetime.parting
+            and not (system or self._resolver.is_of_queue(message.function))
+            and not self._home.continues(call.origin)
+        ):
             refusal = PeerLeft(f"{self._engine.record.describe()} is draining: it takes no more calls, and ran nothing")
         else:
             return None
