@@ -474,7 +474,8 @@ class Worker:
         worker leaves, and the report says what was `unfinished`.
 
         Idempotent: later calls, and those of `shutdown`, wait for the first one; ``shutdown(graceful=False)`` ends it.
-        A signal drains in the same way: see the option ``drain_on``.
+        A signal drains in the same way: see the option ``drain_on``. A handler that awaits it waits for itself, and so
+        until the time is up: let it start a task.
 
         Raised here: RpcUsageError on another loop than the worker's.
         """
