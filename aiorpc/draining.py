@@ -127,7 +127,7 @@ class _Drains:
         while not self._is_over(began, bounds):
             time.sleep(_LOOK)
         logger.warning(
-            "%s came %g s ago, and the program goes on: it is ended now (drain_timeout, and %g s)",
+            "%s came %.1f s ago, and the program goes on: it is ended now, %g s after drain_timeout",
             name,
             time.monotonic() - began,
             REST,
