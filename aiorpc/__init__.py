@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .rights import exposed
     from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
     from .runtime.references.rref import RRef
-    from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
+    from .sync import BackendType, drain, drained, init_rpc, rpc_async, rpc_sync, shutdown
     from .worker import Worker
 
     TensorPipeRpcBackendOptions = RpcBackendOptions
@@ -104,6 +104,8 @@ __all__ = [
     "collect_all",
     "current",
     "deadline",
+    "drain",
+    "drained",
     "errors",
     "events",
     "exposed",
@@ -151,7 +153,7 @@ _PLACES = {
     ".rights": "exposed",
     ".runtime.calls.current": "caller cancelled check_cancelled deadline",
     ".runtime.references.rref": "RRef",
-    ".sync": "BackendType init_rpc rpc_async rpc_sync shutdown",
+    ".sync": "BackendType drain drained init_rpc rpc_async rpc_sync shutdown",
     ".worker": "Worker",
 }
 

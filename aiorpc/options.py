@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
@@ -28,6 +28,8 @@ SHARE_SIZE = 128 * 1024
 BULK_SIZE = 256 * 1024
 # A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
 MIN_DEVICE_BUFFER = 4 << 20
+#: Signals at which a worker may drain. Each ends a process that has no handler for it.
+DRAINING_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 # Several times the bytes after which a receiver acknowledges at once.
 MIN_UNACKNOWLEDGED = 4 << 20
 # More than any machine has of anything; larger numbers do not fit into a message.
@@ -382,6 +384,10 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         would say of the group; 0, the default, turns it off. Streams, queues and the runtime's own calls do not count.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
         ``async with``; 0 means no limit.
+    drain_on: names of signals at which this worker drains, if they have their default disposition when the worker is
+        started, in the main thread: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU; ``()`` for none.
+    drain_timeout: the default seconds of a drain; 0 means no limit. The signal ends a program that goes on for 5 s
+        longer.
     newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
         from the first call; 0: they do not wait.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
@@ -406,6 +412,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     metrics: str | None = None
     stall_warning: float = 0.0
     shutdown_timeout: float = 0.0
+    drain_on: Sequence[str] = ("SIGTERM",)
+    drain_timeout: float = 20.0
     newcomer_grace: float = 10.0
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
@@ -467,7 +475,8 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         for group in _GROUPS.values():
             group._check(self)
         self._check_integers("num_worker_threads")
-        self._check_durations("rpc_timeout", "shutdown_timeout", "newcomer_grace", "busy_wait")
+        self._check_durations("rpc_timeout", "shutdown_timeout", "drain_timeout", "newcomer_grace", "busy_wait")
+        self._check_signals()
         self._check_durations("lag_warning", "stall_warning")
         if self.switch_interval is not None:
             self._check_durations("switch_interval")
@@ -482,6 +491,18 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         if self.metrics is not None and (type(self.metrics) is not str or self.metrics):
             host_and_port(self.metrics, "metrics")
         self._validate_devices()
+
+    def _check_signals(self) -> None:
+        given: object = self.drain_on
+        if not isinstance(given, (list, tuple)):
+            raise RpcUsageError(f"drain_on must be a list of names of signals, not {_shown(given)}")
+        for name in (names := tuple(given)):
+            if type(name) is not str or name not in DRAINING_SIGNALS:
+                raise RpcUsageError(
+                    f"drain_on takes signals by which another process ends one: {', '.join(DRAINING_SIGNALS)}; and not "
+                    f"{_shown(name)}"
+                )
+        self.drain_on = names
 
     def _check_device_types(self) -> None:
         """Raise RpcUsageError for options of a wrong type. torch's options take None for both."""

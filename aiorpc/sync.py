@@ -10,9 +10,11 @@ import asyncio
 import enum
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
-from ._typing import Function, Kwargs, Later, T, Ts
+from . import draining
+from ._typing import Coro, Function, Kwargs, Later, T, Ts
 from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
 from .interrupts import follow
@@ -81,8 +83,11 @@ def host(worker: Worker) -> None:
             raise _already(former.name)
         if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
-        _end(former, False, None, "init_rpc()")  # a handler has shut it down, perhaps not to the end
+        _end(
+            former, partial(former.shutdown, False), "init_rpc()"
+        )  # a handler has shut it down, perhaps not to the end
     follow(True)
+    draining.follow(worker)
     with on_error(_unhost, worker):
         thread = LoopThread(worker.name)
         thread.on_end = worker._loop_ended
@@ -105,6 +110,7 @@ def _unhost(worker: Worker) -> None:
     """Forget a worker that has ended or was not started."""
     registry.unhost(worker)
     follow(bool(registry.nodes()))
+    draining.follow()
 
 
 def _already(name: str) -> RpcUsageError:
@@ -124,6 +130,33 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     Raised here: WouldBlockLoop on the loop's thread; RpcUsageError if the worker runs on a loop of yours: ``await
     worker.shutdown()`` there.
     """
+    return _leave(lambda worker: partial(worker.shutdown, graceful, timeout), "shutdown()")
+
+
+def drain(timeout: float | None = None) -> ShutdownReport:
+    """Leave without the other members, once what was accepted is over; blocks. Nothing happens without a worker.
+
+    As `Worker.drain`, and then as `shutdown`: the worker's loop and thread end. From any thread but the loop's.
+
+    timeout: seconds for all of it, 0 for no limit; the option ``drain_timeout`` if None.
+
+    Raised here: the errors of `shutdown`.
+    """
+    return _leave(lambda worker: partial(worker.drain, timeout), "drain()")
+
+
+def drained() -> ShutdownReport:
+    """Block until the worker has left, as a signal that drains it, or another thread, has asked it to.
+
+    For scripts that only serve. As `Worker.drained`, and then as `shutdown`. From any thread but the loop's; Ctrl-C
+    ends the wait, and not the worker.
+
+    Raised here: the errors of `shutdown`.
+    """
+    return _leave(lambda worker: worker.drained, "drained()")
+
+
+def _leave(how: Callable[[Worker], Callable[[], Coro[ShutdownReport]]], verb: str) -> ShutdownReport:
     if registry.nodes():
         worker: Any = registry.get().worker
     else:  # a worker may be ending
@@ -131,22 +164,22 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
         worker = registry.hosted
         if worker is None or worker.state not in _ENDING or worker._thread is None:
             return ShutdownReport()
-    return _end(worker, graceful, timeout, "shutdown()")
+    return _end(worker, how(worker), verb)
 
 
-def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> ShutdownReport:
+def _end(worker: Worker, how: Callable[[], Coro[ShutdownReport]], verb: str) -> ShutdownReport:
     """Shut a worker down, or wait for a shutdown that is under way, and end its thread."""
     thread = worker._thread
     report = worker._report()
     if report is None:
-        worker._node.engine.refuse_on_loop(verb, "await worker.shutdown()")
+        worker._node.engine.refuse_on_loop(verb, f"await worker.{verb}")
     if thread is None:
         if report is not None:
             return report
-        raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.shutdown()` there")
+        raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.{verb}` there")
     try:
         if report is None:
-            report = _wait_for_end(worker, thread, graceful, timeout)
+            report = _wait_for_end(worker, thread, how)
         return report
     finally:
         # Not if the shutdown was refused or interrupted: the worker needs its loop. In a handler on that loop the
@@ -156,10 +189,10 @@ def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> Sh
             _unhost(worker)
 
 
-def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:
+def _wait_for_end(worker: Worker, thread: LoopThread, how: Callable[[], Coro[ShutdownReport]]) -> ShutdownReport:
     try:
         with worker._node.engine.pool.excused():  # the shutdown must not wait for this thread's own handler
-            return thread.run(worker.shutdown(graceful, timeout))
+            return thread.run(how())
     except WorkerClosed:  # another thread was sooner, and has ended the loop
         report = worker._report()
         if report is None:
@@ -333,6 +366,8 @@ __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
     "UNSET_RPC_TIMEOUT",
     "BackendType",
+    "drain",
+    "drained",
     "host",
     "init_rpc",
     "rpc_async",

@@ -18,9 +18,10 @@ from torch.distributed import Store
 
 from . import progress as bars
 from . import queues
-from ._typing import Function, Items, Later, P, T
+from ._typing import Coro, Function, Items, Later, P, T
 from .channels.accelerator import Accelerator
 from .channels.torch_accelerator import find_accelerator
+from .draining import check_bound, follow
 from .errors import RpcUsageError, WorkerClosed
 from .futures import Future
 from .notebooks import html_table
@@ -241,6 +242,8 @@ class Worker:
             return await self._start()
 
     async def _start(self) -> Worker:
+        check_bound(self.options, os.environ)
+        follow(self)
         if not self.options.dedicated_loop:
             self._lifecycle.begin()
             await self._lifecycle.join()
@@ -461,6 +464,45 @@ class Worker:
 
         Raised here: RpcUsageError on another loop than the worker's.
         """
+        limit = self.options.shutdown_timeout if timeout is None else timeout
+        return await self._leave(partial(self._lifecycle.shutdown, graceful, limit))
+
+    async def drain(self, timeout: float | None = None) -> ShutdownReport:
+        """Leave by itself: refuse new calls, finish what was accepted, and go. On the worker's loop.
+
+        In a fixed group, too, where `shutdown` waits for all: the others go on, and another process may take the place.
+        A worker that hosts the store of its group does not stay for it. New calls of others raise PeerLeft there, with
+        which calls with ``retries=`` go on, and groups choose another worker. Items put into its queues by others are
+        refused, too. The calls that it has accepted, with the calls that these make, streams and batches run to their
+        end; items in its queues, and large ones that it keeps for queues of others, wait to be got. Its program is
+        treated as by `shutdown`.
+
+        timeout: seconds for all that, 0 for no limit; the option ``drain_timeout`` if None. When the time is up the
+        worker leaves, and the report says what was `unfinished`.
+
+        Idempotent: later calls, and those of `shutdown`, wait for the first one; ``shutdown(graceful=False)`` ends it.
+        A signal drains in the same way: see the option ``drain_on``. A handler that awaits it waits for itself, and so
+        until the time is up: let it start a task.
+
+        Raised here: RpcUsageError on another loop than the worker's.
+        """
+        limit = self.options.drain_timeout if timeout is None else timeout
+        return await self._leave(partial(self._lifecycle.drain, limit))
+
+    async def drained(self) -> ShutdownReport:
+        """Wait until this worker has left, whatever begins that: a signal, `drain`, or `shutdown`.
+
+        For programs that only serve. A cancelled wait changes nothing. Returns what `shutdown` does. On the worker's
+        loop.
+
+        Raised here: WorkerClosed if it has not joined; RpcUsageError on another loop than the worker's.
+        """
+        if self.state in (WorkerState.NEW, WorkerState.STARTING):
+            self._check_open()
+        return await self._leave(self._lifecycle.left)
+
+    async def _leave(self, how: Callable[[], Coro[ShutdownReport]]) -> ShutdownReport:
+        """Leave, or wait for it, unless that is over."""
         report = self._lifecycle.report()
         own = self._own_loop
         if report is not None:
@@ -471,13 +513,25 @@ class Worker:
             return report
         if own is not None and asyncio.get_running_loop() is not own.loop:
             try:
-                return await own.run_async(self.shutdown(graceful, timeout))
+                return await own.run_async(self._leave(how))
             finally:
                 if self.closed:  # not if the shutdown was refused or cancelled: the worker needs its loop
                     own.close()
+                    follow()
         if self._lifecycle.loop is not None and asyncio.get_running_loop() is not self._lifecycle.loop:
             raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
-        return await self._lifecycle.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)
+        try:
+            return await how()
+        finally:
+            if self.closed:
+                follow()
+
+    def _begin_to_drain(self, asked_by: str) -> None:
+        """Drain within the option ``drain_timeout``. asked_by: the name of a signal. Any thread; does not wait."""
+        loop = self._lifecycle.loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the worker
+                loop.call_soon_threadsafe(self._lifecycle.begin_to_drain, self.options.drain_timeout, asked_by)
 
     @property
     def _thread(self) -> LoopThread | None:
@@ -533,5 +587,8 @@ class Worker:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # a fixture may exit in another context
                 current_node.reset(self._token)
-        self._lifecycle.lifetime.fail(None if exc is None else type(exc))
-        await self.shutdown(graceful=exc is None)
+        # While it drains, verbs of its program raise WorkerClosed: that ends the block, and not the drain.
+        drains = self._lifecycle.drains and isinstance(exc, Exception)
+        if not (drains and isinstance(exc, WorkerClosed)):
+            self._lifecycle.lifetime.fail(None if exc is None else type(exc))
+        await self.shutdown(graceful=exc is None or drains)

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("testing", "launch"),
     ("api", "sync", "functions", "types", "events", "tracing", "opentelemetry"),
-    ("worker",),
+    ("worker", "draining"),
     ("observability",),
     ("autograd", "optim", "nn", "queues"),
     ("runtime",),

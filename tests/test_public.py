@@ -17,8 +17,8 @@ import pytest
 
 import aiorpc
 
-VERBS = """init init_rpc launched shutdown current call rpc_sync rpc_async remote stream serve peer group queue publish
-    subscribe record unpublish wait_for get_worker_info collect_all wait_all"""
+VERBS = """init init_rpc launched shutdown drain drained current call rpc_sync rpc_async remote stream serve peer group
+    queue publish subscribe record unpublish wait_for get_worker_info collect_all wait_all"""
 IN_FUNCTIONS = "async_execution batched exposed register_safe caller cancelled check_cancelled deadline"
 CLASSES = """Worker RRef Future Queue RpcBackendOptions TensorPipeRpcBackendOptions BackendType Tls WorkerInfo
     LimitOptions NetworkOptions SecurityOptions"""

@@ -67,6 +67,7 @@ class Kind(IntEnum):
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
     ACK = 16  # = so many frames have come since the handshake; that number stands in place of the call id (session.py)
     RELEASE = 17  # = blocks of shared memory go back to the receiver (channels/shared.py)
+    PARTING = 18  # < the sender takes no more calls, and answers those that it has
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.

@@ -4,7 +4,8 @@ A group of fixed size is a star: every member makes itself known to the leader, 
 leader sees a member die and tells the others; when it dies itself, the next one leads. A free group has no leader. A
 worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
 of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect: each
-member goes on serving until all have entered, and then all close their doors.
+member goes on serving until all have entered, and then all close their doors. A member that drains leaves by itself, in
+both; the others go on, and another process may take its place.
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
@@ -535,12 +536,23 @@ class GroupTable:
         self._step(Step.ALL_ENTERED)
         return [CloseDoor(alone=False)]
 
+    def drain(self) -> Outputs:
+        """This worker leaves by itself, once what it has accepted is over. Nothing follows if its door is closed, apart
+        from its going: a store that it hosts ends with it.
+        """
+        self._hosts_store = False
+        if self.leaving is Leaving.FINISHING or self.leaving is Leaving.LEFT:
+            return []
+        return self._finish(Step.DRAIN)
+
     def enter_answered(self) -> Outputs:
         """The leader has answered the ENTER of this worker."""
         return self._go(Step.ANSWERED)
 
     def enter_failed(self, leader: int) -> Outputs:
         """The ENTER of this worker at that leader has raised an error."""
+        if self.leaving is Leaving.LEFT:  # it has drained
+            return []
         if leader in self.gone:
             self._step(Step.LEADER_GONE)
             return self._send_enter()
@@ -562,8 +574,6 @@ class GroupTable:
 
     def give_up(self) -> Outputs:
         """This worker stops waiting for the others. Nothing follows if it has been let go before."""
-        if self.leaving is Leaving.LEFT:  # a bound may pass at the moment in which we are let go
-            return []
         return self._go(Step.GIVE_UP)
 
     def _send_enter(self) -> Outputs:
@@ -576,6 +586,8 @@ class GroupTable:
         return [*outputs, SendEnter(self.members[self.leader])]
 
     def _go(self, step: Step) -> Outputs:
+        if self.leaving is Leaving.LEFT:  # two of a bound, the leader's answer and the end of its calls may coincide
+            return []
         self._step(step)
         return [Go(complete=step is not Step.GIVE_UP)]
 

@@ -225,6 +225,10 @@ class Goodbye(Fields):
     failed: Annotated[str, Meta(pattern=_ERROR_NAME)]
 
 
+class Parting(Fields):
+    """The sender leaves soon, and takes no more calls. Those that have come it answers."""
+
+
 class Ack(Fields):
     """So many frames have come since the handshake, all kinds counted: that number stands in place of the call id.
 
@@ -270,7 +274,7 @@ class Release(Fields):
     blocks: list[tuple[int, int, int, int]]
 
 
-Message = Call | Reply | Item | Error | Cancel | Credit | Goodbye | Ack | ChannelMessage | Parcel | Release
+Message = Call | Reply | Item | Error | Cancel | Credit | Goodbye | Parting | Ack | ChannelMessage | Parcel | Release
 WithValues = Call | Reply | Item
 V = TypeVar("V", Call, Reply, Item)
 
@@ -289,6 +293,7 @@ CLASSES: dict[int, type[Any]] = {
     Kind.CHUNK: Chunk,
     Kind.ACK: Ack,
     Kind.RELEASE: Release,
+    Kind.PARTING: Parting,
 }
 
 _CHUNK = struct.Struct("<QQ")
@@ -446,6 +451,7 @@ read_credit: Callable[[Buffer], Credit] = reader(Credit)
 read_goodbye: Callable[[Buffer], Goodbye] = reader(Goodbye)
 read_parcel: Callable[[Buffer], Parcel] = reader(Parcel)
 read_release: Callable[[Buffer], Release] = reader(Release)
+read_parting: Callable[[Buffer], Parting] = reader(Parting)
 
 
 def read_channel(body: Buffer) -> ChannelMessage:
@@ -484,6 +490,7 @@ READERS: dict[int, Callable[[Buffer], Any]] = {
     Kind.CHUNK: read_chunk,
     Kind.ACK: _read_ack,
     Kind.RELEASE: read_release,
+    Kind.PARTING: read_parting,
 }
 
 

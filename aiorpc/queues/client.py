@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -55,6 +56,7 @@ from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.engine.call_tracing import Exchange, MadeSpan, Raised
 from ..runtime.node import Node
+from ..runtime.references.references import References
 from ..runtime.references.rref import RRef
 from ..sites import call_site
 from .calls import Calls
@@ -106,6 +108,21 @@ class _Fetching(NamedTuple):
     fetched: dict[Kept, object]
 
 
+@dataclass(frozen=True)
+class _KeptHere:
+    """The items that this worker keeps for the queues of others, until they are got: see `Leftover`."""
+
+    references: References
+
+    def part(self) -> None:
+        """Its program puts no more."""
+
+    def left(self) -> str:
+        """See `Leftover`. Items that were put together are counted as one."""
+        count = self.references.values_of(KeptItems)
+        return f"large items in queues: {count}" if count else ""
+
+
 class Client:
     """What one handle of a queue puts and gets. See the module."""
 
@@ -127,7 +144,12 @@ class Client:
         self._lost: deque[ItemLost] = deque()  # for the next gets
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
-        node.engine.call_on_loop(node.engine.waits.add, self)
+        node.engine.call_on_loop(self._enter)
+
+    def _enter(self) -> None:
+        engine = self.node.engine
+        engine.waits.add(self)
+        engine.leftovers.add(_KeptHere(self.node.references))
 
     def describe(self) -> str:
         """The queue, for errors."""

@@ -249,12 +249,19 @@ class Queue(QueueHandle[T]):
         self._own = Client(node, self.name, self.owner)
         self._node = node
         self._events = node.events.listen()
-        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._events)))
+        node.engine.run_on_loop(self._begin)
 
     def close(self) -> None:
         """Stop serving the queue: calls that wait at it raise QueueShutDown. Idempotent. Any thread."""
         self._object.close()
         self._node.engine.run_on_loop(self._end)
+
+    def _begin(self) -> None:
+        engine = self._node.engine
+        engine.tasks.spawn(watch(self._served, self._events))
+        engine.leftovers.add(self._served)
+        if engine.lifetime.parting:
+            self._served.part()
 
     def _client(self) -> Client:
         return self._own  # never that of a later worker of this process, which may have another queue of the name
@@ -264,6 +271,7 @@ class Queue(QueueHandle[T]):
 
     def _end(self) -> None:
         end(self._served)
+        self._node.engine.leftovers.discard(self._served)
         self._node.engine.tasks.spawn(self._events.aclose())
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ Invariants
 1. An item is in the queue, or with one getter, or gone for good: only `_match` takes one out.
 2. No call waits for an item while there is one, or for room while there is some.
 3. Items of a getter whose call ends before its answer is made go back to the front; after an immediate shutdown they
-   are dropped.
+   are dropped. An owner that drains takes items of its own handlers alone, and waits until the queue is empty.
 4. `_unfinished` counts the items that were put, less those that were finished or are gone for good.
 5. `_given` counts no more items than were got and are not finished, whichever worker finished them.
 6. An item comes back at most once, from the worker that got it, unchanged: each given item has a ticket (`tickets`), a
@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from ..errors import ItemLost, Overloaded, QueueShutDown, RpcError, RpcUsageError
+from ..errors import ItemLost, Overloaded, PeerLeft, QueueShutDown, RpcError, RpcUsageError
 from ..futures import Future
 from ..logs import logger
 from ..protocol.identity import WorkerInfo
@@ -71,11 +71,13 @@ Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 class _Waiter:
     """A call that takes `count` items, or puts `items`. future: of the items (None: shut down), or of a `Put`."""
 
-    __slots__ = ("count", "future", "items")
+    __slots__ = ("count", "future", "items", "of_owner")
 
-    def __init__(self, count: int, items: Sequence[Item]) -> None:
+    def __init__(self, count: int, items: Sequence[Item], *, of_owner: bool = False) -> None:
+        """of_owner: whether the worker that owns the queue makes the call."""
         self.count = count
         self.items = items
+        self.of_owner = of_owner
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def give(self, value: Any) -> None:
@@ -122,6 +124,7 @@ class ServedQueue:
         # Numbers of calls that were withdrawn before they arrived, by worker: one worker's never push out another's.
         self._withdrawn: dict[int, dict[int, None]] = {}
         self._shut = False
+        self._parting = False  # its worker leaves: it takes no more items of others
         self._emptied = False  # shut down at once: its items, and those that come back, are dropped
         self._ended = False
         self._unfinished = 0
@@ -143,7 +146,7 @@ class ServedQueue:
 
         wait: wait until there is room for one, or until the caller withdraws the call of that number. Without items and
         wait, the reply only tells that the queue is there, and whether it is shut. Raises RpcUsageError for an item
-        that the caller does not keep itself.
+        that the caller does not keep itself; PeerLeft if this worker leaves by itself.
         """
         if not items and not wait:
             return pack(Put(0, self._shut))
@@ -152,7 +155,9 @@ class ServedQueue:
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
         if wait and self._was_withdrawn(number):
             return pack(Put(0))
-        putter = _Waiter(0, put)
+        putter = _Waiter(0, put, of_owner=caller().name == self._worker)
+        if self._parting and not putter.of_owner:
+            raise self._takes_no_more()
         self._putters.append(putter)
         self._match()
         if not putter.future.done() and not wait:
@@ -482,6 +487,22 @@ class ServedQueue:
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
+    def part(self) -> None:
+        """See `Leftover`: handlers of this worker may still put items, as they finish what they have begun."""
+        self._parting = True
+        for putter in [each for each in self._putters if not each.of_owner]:
+            if not putter.future.done():
+                putter.future.set_exception(self._takes_no_more())
+
+    def left(self) -> str:
+        """See `Leftover`."""
+        return f"{_items(len(self._items))} in queue {self.name!r}" if self._items else ""
+
+    def _takes_no_more(self) -> PeerLeft:
+        return PeerLeft(
+            f"worker {self._worker!r}, the owner of queue {self.name!r}, is draining: its queue takes no more items"
+        )
+
     @by_right("look")
     async def qsize(self) -> int:
         """How many items there are."""
@@ -523,6 +544,10 @@ def _is_kept_by_caller(item: Kept) -> bool:
     """Whether the caller is the producer of an item. Only a producer may put its items."""
     owner: int = item.reference._owner
     return owner == _id_of_caller()
+
+
+def _items(count: int) -> str:
+    return "1 item" if count == 1 else f"{count} items"
 
 
 async def watch(queue: ServedQueue, events: Listener) -> None:

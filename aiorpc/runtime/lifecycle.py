@@ -75,12 +75,15 @@ class Lifecycle:
         self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
         self._at_once = False  # whether a shutdown without a wait for the others was asked for
+        self._begun = asyncio.Event()  # whether it begins to leave
+        self.drains = False  # whether it leaves by itself
         self._stays = False  # whether its shutdown waits for the others
         self.tell: Callable[[int, int], None] | None = None
         self._reset()
 
     def _reset(self) -> None:
         """Set the state from before joining."""
+        self._begun.clear()
         self.lifetime = Lifetime(self._plan.name)
         self.lifetime.on_broken = self._break_down
         self.node: Node | None = None
@@ -298,33 +301,65 @@ class Lifecycle:
         limit = seconds(timeout, "timeout")
         self._at_once = self._at_once or not graceful
         if self._shutdown is None:
-            self._shutdown = begin(self._leave(limit), asyncio.get_running_loop())
+            self._shutdown = self._begin_to_leave(limit)
         elif self._at_once and self._stays:
             self._stays = False
             self._shutdown.cancel()
+        return await self._until_left(self._shutdown)
+
+    async def drain(self, timeout: float) -> ShutdownReport:
+        """Leave without the others, or wait for it. See `Worker.drain`."""
+        return await self._until_left(self.begin_to_drain(timeout))
+
+    def begin_to_drain(self, timeout: float, asked_by: str = "its program") -> asyncio.Task[ShutdownReport]:
+        """As `drain`, without waiting. A shutdown that waits for the others becomes a drain. asked_by: for errors."""
+        limit = seconds(timeout, "timeout")
+        first, self.drains = not self.drains, True
+        if self._shutdown is None:
+            self.lifetime.asked_by = asked_by
+            self._shutdown = self._begin_to_leave(limit)
+        elif first and self._stays and self.node is not None and self.lifetime.state is WorkerState.LEAVING:
+            self.lifetime.enter(WorkerEvent.DRAIN)
+            self.node.group.departure.drain(limit)
+        return self._shutdown
+
+    def _begin_to_leave(self, timeout: float) -> asyncio.Task[ShutdownReport]:
+        self._begun.set()
+        return begin(self._leave(timeout), asyncio.get_running_loop())
+
+    async def _until_left(self, leaving: asyncio.Task[ShutdownReport]) -> ShutdownReport:
         try:
-            return await asyncio.shield(self._shutdown)
+            return await asyncio.shield(leaving)
         except asyncio.CancelledError:
             # The waiting task is cancelled (Ctrl-C, a timeout): leave at once instead of gracefully. Closing itself is
             # bounded and never cut short, because the rest of it would never be done.
-            if self.lifetime.state is WorkerState.LEAVING:
-                self._shutdown.cancel()
-            await until_done(self._shutdown)
+            if self.lifetime.leaving:
+                leaving.cancel()
+            await until_done(leaving)
             raise
+
+    async def left(self) -> ShutdownReport:
+        """Wait until the worker has left, by whatever begins that. A cancelled wait changes nothing."""
+        while (report := self.report()) is None:
+            await self._begun.wait()
+            for each in (self._shutdown, self._closing):
+                if each is not None:
+                    await asyncio.wait((each,))
+        return report
 
     async def _leave(self, timeout: float) -> ShutdownReport:
         node = self.node
         if node is None or self.lifetime.ended:
             await self._give_up_joining()
             return ShutdownReport()
-        self.lifetime.enter(WorkerEvent.SHUTDOWN)
+        self.lifetime.enter(WorkerEvent.DRAIN if self.drains else WorkerEvent.SHUTDOWN)
         complete = True
         leaked: tuple[LeakedReference, ...] = ()
         try:
             if not self._at_once:
                 self._stays = True
                 try:
-                    complete = await node.group.leave(timeout)
+                    complete = await node.group.leave(timeout, drains=self.drains)
                 except asyncio.CancelledError:  # by `shutdown`; later calls of that get a report
                     complete = False
                 finally:
@@ -349,7 +384,7 @@ class Lifecycle:
             times = Counter(own if info.name == self.lifetime.name else info.name for info in lost)
             names = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in times.items())
             logger.warning("worker %s shut down; lost on the way: %s", self.lifetime.name, names)
-        return ShutdownReport(lost, not complete, leaked)
+        return ShutdownReport(lost, not complete, leaked, node.group.departure.unfinished)
 
     def _break_down(self) -> None:
         """Begin to leave at once after an interruption of the runtime. Any thread."""
@@ -381,6 +416,7 @@ class Lifecycle:
         The task is shielded from a cancelled caller: a half-done end would leave resources behind. If the loop has
         ended by itself, `loop_ended` takes everything down, and no task can wait for it.
         """
+        self._begun.set()
         if not self.lifetime.ended:
             self.lifetime.enter(event)
             if event is WorkerEvent.DROPPED and self.node is not None:
@@ -442,7 +478,7 @@ class Lifecycle:
             self._left_over = False
             if not self.lifetime.ended:
                 self.lifetime.loop_ended = True
-                if state is not WorkerState.LEAVING:
+                if not self.lifetime.leaving:
                     self.lifetime.enter(WorkerEvent.SHUTDOWN)
                 if not self.lifetime.ended:  # it was a member
                     self.lifetime.enter(WorkerEvent.LEFT)

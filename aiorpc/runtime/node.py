@@ -352,6 +352,17 @@ class Node:
         named = [f"{each.function} {'for' if each.direction == 'served' else 'on'} {each.worker}" for each in calls[:5]]
         return legible(", ".join((*named, f"and {len(calls) - 5} more") if len(calls) > 5 else named))
 
+    def describe_leftovers(self) -> list[str]:
+        """What others may still fetch from this worker: items of queues, for people. On the loop."""
+        return [left for each in list(self.engine.leftovers) if (left := each.left())]
+
+    def tell_parting(self) -> None:
+        """Tell the callers that this worker takes no more calls, and what serves them beside calls. On the loop."""
+        for leftover in list(self.engine.leftovers):
+            leftover.part()
+        for service in list(self.services):
+            service.part()
+
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
         """See `Departure`. Waits of handlers go on, as parts of the calls that they serve."""
         ended = [each for waits in list(self.engine.waits) for each in waits.end_waits(why)]

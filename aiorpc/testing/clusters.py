@@ -97,10 +97,13 @@ def _make(
     if isinstance(role_of, str) or len(role_of) != size:
         raise RpcUsageError(f"roles must be a list with one for each worker: {role_of!r:.80} for {size} workers")
     world_size = None if dynamic else size
-    return [
+    workers = [
         Worker(f"worker{rank}", rank=rank, world_size=world_size, options=each[rank], store=store, role=role_of[rank])
         for rank in range(size)
     ]
+    for worker in workers:
+        worker.options.drain_on = ()  # a signal is meant for the program that runs the tests
+    return workers
 
 
 async def _start(workers: list[Worker], dynamic: bool) -> None:

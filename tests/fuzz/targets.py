@@ -280,6 +280,7 @@ def bodies() -> list[tuple[int, bytes]]:
         (Kind.CANCEL, messages.Cancel(False)),
         (Kind.GOODBYE, messages.Goodbye("KeyError")),
         (Kind.RELEASE, messages.Release([(0, 4096, 64, 1)])),
+        (Kind.PARTING, messages.Parting()),
         (Kind.PARCEL, Parcel(int(Kind.CALL), [(3, []), (1, [0, 4096, 64, 1, 0])], write(calls[0]))),
     ]
     made += [(Kind.CHANNEL, ChannelMessage(channel, fields)) for channel, fields in channel_messages()]

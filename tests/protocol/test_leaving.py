@@ -265,6 +265,42 @@ def test_a_member_of_a_free_group_closes_its_door_at_once() -> None:
     assert table.leave(hosts_store=True) == FINISHING and table.idle() == [Go(complete=True)]
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_worker_that_drains_leaves_without_the_others(free: bool) -> None:
+    """At work, while it waits for the others, and while it hosts their store; once, and whatever else ends the wait."""
+    working, waiting, hosting = make(1, free=free), make(1, free=free), make(1, free=free)
+    waiting.leave(hosts_store=True)
+    hosting.leave(hosts_store=True)
+    for table in (working, waiting, hosting):
+        assert table.drain() == FINISHING and table.drain() == []
+        assert table.idle() == [Go(complete=True)]
+        assert table.drain() == table.idle() == table.give_up() == table.enter_answered() == []
+        assert table.enter_failed(0) == [] and table.leaving is Leaving.LEFT
+
+
+def test_a_leave_of_all_goes_on_when_a_member_drains() -> None:
+    """Its door is closed already; and a leader that drains lets nobody go before its goodbye."""
+    table = make(1)
+    table.leave()
+    table.all_entered(0)
+    assert table.drain() == [] and table.enter_answered() == [Go(complete=True)]
+    leader = make(0)
+    leader.drain()
+    assert [leader.enter(member) for member in (1, 2, 3)] == [[], [], []]
+    assert leader.idle() == [Go(complete=True)]
+
+
+def test_a_host_that_drains_does_not_stay() -> None:
+    """In a free group the others need the store that it hosts: a drain that comes as its calls end ends that, too."""
+    table = make(1, free=True)
+    table.depart(W[0])
+    table.depart(W[2])
+    table.depart(W[3])
+    assert table.leave(hosts_store=True) == FINISHING
+    table.join(replace(W[3], id=9))
+    assert table.drain() == [] and table.idle() == [Go(complete=True)]
+
+
 def test_l3_a_poll_closes_the_door() -> None:
     """L3: of a member that has entered, once, and by the word of its leader alone; what comes next is as before."""
     table = make(1)

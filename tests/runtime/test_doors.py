@@ -292,10 +292,10 @@ async def test_what_others_send_behind_the_door_is_refused(verb: str, gate: Gate
         leaving = asyncio.ensure_future(leaver.shutdown())
         await until(lambda: leaver._node.engine.lifetime.parting)
         if verb == "call":
-            with pytest.raises(PeerLeft, match=r"worker0 \(rank 0.* is leaving: it takes no more calls"):
+            with pytest.raises(PeerLeft, match=r"worker0 \(rank 0.* is draining: it takes no more calls"):
                 await caller.call("worker0", wait_at_the_gate)
         elif verb == "stream":
-            with pytest.raises(PeerLeft, match="is leaving"):
+            with pytest.raises(PeerLeft, match="is draining"):
                 async for _ in caller.stream("worker0", count, 3):
                     pass
         elif verb == "group":

@@ -27,6 +27,7 @@ class Step(Label):
     REFUSED = "the leader is there, and could not take the ENTER"
     IDLE = "what was accepted before the door closed is over"
     ALONE = "the last of the others went"
+    DRAIN = "it leaves by itself, whatever the others do"
     GIVE_UP = "a bound is passed, or the wait is cancelled"
 
 
@@ -38,7 +39,7 @@ LEAVING: Table[Leaving, Step] = Table(
         "What a worker waits for between `shutdown` and its end. In ENTERED and STAYING others still need it: it "
         "serves them, and its own program may go on. From FINISHING on its door is closed: what begins then is "
         "refused. The one difference between groups is when that is: in a free group at once, in one of fixed size "
-        "when all leave."
+        "when all leave. A worker that drains is in FINISHING at once, in both."
     ),
     initial=_L.WORKING,
     meanings={
@@ -58,6 +59,7 @@ LEAVING: Table[Leaving, Step] = Table(
         Transition(_L.ENTERED, _S.LEADER_GONE, _L.ENTERED, "ENTER goes to the next leader."),
         Transition(_L.FINISHING, _S.LEADER_GONE, _L.FINISHING, "ENTER goes to the next leader."),
         *from_each((_L.ENTERED, _L.FINISHING), _S.REFUSED, _L.FINISHING, "The door closes; it leaves by itself."),
+        *from_each((_L.WORKING, _L.ENTERED, _L.STAYING), _S.DRAIN, _L.FINISHING, "The door closes; others go on."),
         Transition(_L.FINISHING, _S.IDLE, _L.LEFT),
         *from_each((_L.ENTERED, _L.FINISHING, _L.STAYING), _S.GIVE_UP, _L.LEFT, "It leaves without the others."),
     ),

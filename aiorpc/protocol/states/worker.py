@@ -9,14 +9,16 @@ class WorkerState(Label):
     """The state of a worker. The table `WORKER` has the transitions.
 
     NEW: it was made, and does nothing yet. STARTING: it is joining; calls are not answered yet. RUNNING: calls go in
-    both directions. LEAVING: it is shutting down, and still serves. CLOSING: verbs raise WorkerClosed; threads and
-    tasks end. CLOSED: it has left; no thread, task or socket of it is left.
+    both directions. LEAVING: it is shutting down, and still serves. DRAINING: it leaves by itself: it takes no new
+    calls, and finishes those that it has. CLOSING: verbs raise WorkerClosed; threads and tasks end. CLOSED: it has
+    left; no thread, task or socket of it is left.
     """
 
     NEW = "new"
     STARTING = "starting"
     RUNNING = "running"
     LEAVING = "leaving"
+    DRAINING = "draining"
     CLOSING = "closing"
     CLOSED = "closed"
 
@@ -28,6 +30,7 @@ class WorkerEvent(Label):
     JOINED = "the group is complete"
     NOT_JOINED = "joining failed or was cancelled"
     SHUTDOWN = "`shutdown` is called"
+    DRAIN = "`drain` is called, or a signal asks for it"
     LEFT = "the group is done, or is not waited for"
     DROPPED = "a test ends it without leaving"
     LOOP_ENDED = "the event loop that it runs on has ended"
@@ -37,7 +40,7 @@ class WorkerEvent(Label):
 
 
 _S, _E = WorkerState, WorkerEvent
-_ALIVE = (_S.STARTING, _S.RUNNING, _S.LEAVING, _S.CLOSING)
+_ALIVE = (_S.STARTING, _S.RUNNING, _S.LEAVING, _S.DRAINING, _S.CLOSING)
 
 WORKER: Table[WorkerState, WorkerEvent] = Table(
     "worker",
@@ -53,6 +56,7 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
         _S.STARTING: "It meets the others and listens. They may connect; calls are not answered yet.",
         _S.RUNNING: "Calls go in both directions.",
         _S.LEAVING: "Like RUNNING, until the group is done.",
+        _S.DRAINING: "New calls are refused. What was accepted is finished; then it leaves, whatever the others do.",
         _S.CLOSING: "Verbs raise WorkerClosed. Pending calls fail, queued frames are written, threads and tasks end.",
         _S.CLOSED: "Verbs raise WorkerClosed. No thread, task or socket of it is left.",
     },
@@ -68,16 +72,17 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
             "Graceful: it serves while others still work. Otherwise LEAVING is left at once.",
             LOOP,
         ),
-        Transition(
-            _S.LEAVING,
+        *from_each((_S.RUNNING, _S.LEAVING), _E.DRAIN, _S.DRAINING, "It waits for no other member.", LOOP),
+        *from_each(
+            (_S.LEAVING, _S.DRAINING),
             _E.LEFT,
             _S.CLOSING,
             "Also when the time is up, a member was lost, or the wait for `shutdown` was cancelled.",
             LOOP,
         ),
-        *from_each((_S.RUNNING, _S.LEAVING), _E.DROPPED, _S.CLOSING, "The others see a death.", LOOP),
+        *from_each((_S.RUNNING, _S.LEAVING, _S.DRAINING), _E.DROPPED, _S.CLOSING, "The others see a death.", LOOP),
         *from_each(
-            (_S.STARTING, _S.RUNNING, _S.LEAVING),
+            (_S.STARTING, _S.RUNNING, _S.LEAVING, _S.DRAINING),
             _E.LOOP_ENDED,
             _S.CLOSING,
             "Pending calls fail at once; the others see a loss, not a goodbye.",

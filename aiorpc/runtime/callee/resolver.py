@@ -82,6 +82,13 @@ class Resolver:
         handler = self._of_runtime(function)
         return handler is not None and handler.mode is Mode.BRIEF
 
+    def is_of_queue(self, function: Function) -> bool:
+        """Whether a call is one of a queue's, which itself decides what it takes while this worker leaves."""
+        if type(function) is not ObjectMethod:
+            return False
+        served = self._objects.by_name.get(function.object)
+        return served is not None and functions.rights_of(type(served._value), function.name) is not None
+
     def _of_runtime(self, function: Function) -> Handler | None:
         """The handler of a call if it is one of the runtime's or has a known number."""
         if type(function) is int:

@@ -22,6 +22,7 @@ from ...protocol.messages import (
     Call,
     Function,
     Goodbye,
+    Parting,
     Recorded,
     read_call,
     read_cancel,
@@ -251,8 +252,12 @@ class Service:
         refusal: RpcError
         if why is not None:
             refusal = Overloaded(f"worker {self._engine.name!r} {why}")
-        elif self._engine.lifetime.parting and not system and not self._home.continues(call.origin):
-            refusal = PeerLeft(f"{self._engine.record.describe()} is leaving: it takes no more calls, and ran nothing")
+        elif (
+            self._engine.lifetime.parting
+            and not (system or self._resolver.is_of_queue(message.function))
+            and not self._home.continues(call.origin)
+        ):
+            refusal = PeerLeft(f"{self._engine.record.describe()} is draining: it takes no more calls, and ran nothing")
         else:
             return None
         return None if self._resolver.is_brief(message.function) else refusal
@@ -429,6 +434,10 @@ class Service:
         """Say goodbye to the caller, if that takes no waiting. Any thread."""
         said = write(Goodbye(self._engine.lifetime.failed))
         self.link.send(Kind.GOODBYE, 0, encode_frame(Kind.GOODBYE, 0, said), urgent=True)
+
+    def part(self) -> None:
+        """This worker takes no more calls: tell the caller, which may choose another worker from now on."""
+        self.link.send(Kind.PARTING, 0, encode_frame(Kind.PARTING, 0, write(Parting())), urgent=True)
 
     def say_goodbye(self) -> None:
         """This worker leaves: say goodbye after the queued answers, and close the connection."""

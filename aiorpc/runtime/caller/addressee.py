@@ -28,7 +28,7 @@ from ...locks import RLock
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Cancel, Goodbye, Recorded, read_goodbye, write
+from ...protocol.messages import Cancel, Goodbye, Recorded, read_goodbye, read_parting, write
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, CallOutcome, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -76,7 +76,8 @@ class Addressee:
     known. other_python: its minor version of Python, if it is known and not ours. safe: whether it reads no pickles, as
     this worker. devices: whether this worker has devices on which tensors may arrive. route: for tensors on devices;
     None if tensors need not be looked at. gone: the error that ends calls, once it is GONE; ended: since when. parting:
-    the later `gone` of a worker that has left, while answers may still come. trouble: why the last try to connect
+    the later `gone` of a worker that has left, while answers may still come. drains: whether it takes no more calls,
+    and will leave. trouble: why the last try to connect
     failed, if known. former: the peer that had the name before; made: when this one was made. Times are
     ``time.monotonic()`` seconds.
     """
@@ -109,6 +110,7 @@ class Addressee:
         self._arriving = Arriving(home, self.pending, self)
         self.gone: RpcError | None = None
         self.parting: RpcError | None = None
+        self.drains: bool = False
         self.ended: float = 0.0
         self.trouble = ""
         self.former = former
@@ -120,6 +122,7 @@ class Addressee:
             ERROR: self._arriving.on_answer,
             ITEM: self._arriving.on_item,
             Kind.GOODBYE: self._on_goodbye,
+            Kind.PARTING: self._on_parting,
         }
         self.on_failed: Callable[[Frame, Exception], None] = self._arriving.on_failed
         self._home = home
@@ -352,6 +355,10 @@ class Addressee:
         self._home.on_goodbye(self.record, True, why)  # this worker opened the connection
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, farewell(self.record, why)))
+
+    def _on_parting(self, frame: Frame) -> None:
+        read_parting(frame.body)
+        self.drains = True
 
     def load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
         """Handles of the references in a message from this peer."""

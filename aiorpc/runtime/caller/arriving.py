@@ -38,7 +38,9 @@ class NotArrived(RpcError):
 
 
 class PeerForArriving(PeerOfCall, Protocol):
-    """The worker that answers (`Peer`)."""
+    """The worker that answers (`Peer`). drains: whether it takes no more calls."""
+
+    drains: bool
 
     def load_references(self, passed: Sequence[PassedReference]) -> Sequence[object]:
         """Handles of the references in a message from the peer."""
@@ -185,6 +187,7 @@ class Arriving:
             return RpcError(f"{call._describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         if told.again and type(error) is PeerLeft:  # in place of a goodbye; nothing ran there
             foreign.set_cause(error, None)
+            self._peer.drains = True
         return error
 
     # --- answers without a call ---------------------------------------------------------------------------------------

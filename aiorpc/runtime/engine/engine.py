@@ -46,6 +46,16 @@ class Waits(Protocol):
         """
 
 
+class Leftover(Protocol):
+    """What other workers may still fetch from a worker that leaves. On the loop."""
+
+    def part(self) -> None:
+        """This worker takes nothing new any more."""
+
+    def left(self) -> str:
+        """What is still to be fetched, for people; empty for nothing."""
+
+
 class Engine:
     """Loop, threads, options, own record, counters and state of one worker.
 
@@ -57,7 +67,8 @@ class Engine:
     also those in their handshake, because a forked child closes its copies. shares: each caller's share of the pool's
     threads. rights: which functions this worker runs for which callers. safe: whether the worker reads no pickles
     (option ``serialization``). kept: objects at which consumers wait, and their tasks; otherwise the garbage collector
-    could take a waiting task. waits: of its program and its handlers, beside calls. poll: keeps the loop awake for a
+    could take a waiting task. waits: of its program and its handlers, beside calls. leftovers: what a worker that
+    drains waits for, beside calls; on the loop. poll: keeps the loop awake for a
     moment after each message; None without the option ``busy_wait``. bounds: only tests replace them. observers: see
     each message of the worker. Links read the tuple without a lock, so it is replaced as a whole. call_observers: see
     each step of each call, transfer_observers each transfer by a channel; both are replaced in the same way. tally:
@@ -101,6 +112,7 @@ class Engine:
         self.began: float = time.monotonic()
         self.kept: set[object] = set()
         self.waits: weakref.WeakSet[Waits] = weakref.WeakSet()  # on the loop
+        self.leftovers: set[Leftover] = set()
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links call them in this order

@@ -14,15 +14,16 @@ class Lifetime:
     """The state of one worker; the table `protocol.states.WORKER` has the events, and the thread of each.
 
     closed: the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: it is leaving, and
-    serves until its group is done. shut: its door is closed, and its program can begin nothing more; also true if it is
-    closed. parting: it takes nothing new from others, either. forked: this is a child of the worker's process.
-    loop_ends, loop_ended: its loop is about to end without a shutdown; the worker ended for that reason. exits: the
-    worker ended because its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow from the
-    state and the door; they are attributes because each call reads `shut`.
+    serves until its group is done; or it drains. shut: its door is closed, and its program can begin nothing more; also
+    true if it is closed. parting: it takes nothing new from others, either. forked: this is a child of the worker's
+    process. loop_ends, loop_ended: its loop is about to end without a shutdown; the worker ended for that reason.
+    exits: the worker ended because its process exits. Any thread may read them. `closed`, `leaving` and `shut` follow
+    from the state and the door; they are attributes because each call reads `shut`.
 
-    failed: the name of the error that ended its program; "" for none. broken: the error that interrupted a step of the
-    runtime, as text; "" for none. on_broken: begins to close the worker; any thread calls it. may_begin: whether the
-    calling code may begin something although the door is closed, as in a call that is served here.
+    asked_by: what has asked it to leave, for errors. failed: the name of the error that ended its program; "" for none.
+    broken: the error that interrupted a step of the runtime, as text; "" for none. on_broken: begins to close the
+    worker; any thread calls it. may_begin: whether the calling code may begin something although the door is closed, as
+    in a call that is served here.
     """
 
     loop_ended: bool
@@ -36,6 +37,7 @@ class Lifetime:
         self.parting: bool = False
         self.may_begin: Callable[[], bool] = bool
         self._door_closed = False
+        self.asked_by: str = "its program"
         self.failed: str = ""
         self.forked: bool = False
         self.loop_ends = self.loop_ended = False
@@ -46,7 +48,7 @@ class Lifetime:
     def enter(self, event: WorkerEvent) -> None:
         """Apply an event to the state. On the thread that the table names for the event."""
         self.state = WORKER.next(self.state, event)
-        self.leaving = self.state is WorkerState.LEAVING
+        self.leaving = self.state is WorkerState.LEAVING or self.state is WorkerState.DRAINING
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
         self.shut = self.closed or self._door_closed
         self.forked = self.forked or event is WorkerEvent.FORKED
@@ -97,8 +99,8 @@ class Lifetime:
             if self.loop_ends:
                 raise loop_has_ended(f"worker {self.name!r}")
             raise WorkerClosed(
-                f"worker {self.name!r} is leaving, as its program has asked it to: it finishes what was begun before, "
-                "and begins nothing more"
+                f"worker {self.name!r} is leaving, as {self.asked_by} has asked it to: it finishes what was begun "
+                "before, and begins nothing more"
             )
 
     def check_not_forked(self) -> None:

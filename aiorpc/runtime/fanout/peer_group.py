@@ -219,8 +219,8 @@ class PeerGroup:
     def any(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
 
-        The least busy member has the fewest calls of this worker under way; equals take turns. With ``retries=`` each
-        try goes to the member that is the least busy then.
+        The least busy member has the fewest calls of this worker under way; equals take turns. A member that drains is
+        not chosen. With ``retries=`` each try goes to the member that is the least busy then.
 
         Raised here, with nothing sent: the errors of `aiorpc.call`, and Overloaded.
         """
@@ -249,7 +249,8 @@ class PeerGroup:
         peers = self._members.now()
         first = next(self._turns) % len(peers)
         living = [peer for peer in (*peers[first:], *peers[:first]) if peer.gone is None]
-        return min(living, key=_calls_of) if living else peers[first]
+        taking = [peer for peer in living if not peer.drains]
+        return min(taking or living, key=_calls_of, default=peers[first])
 
     @overload
     def map(self, function: Batched[..., Arg, T], items: Iterable[Arg] | AsyncIterable[Arg], /) -> GroupMap[T]: ...

@@ -70,6 +70,9 @@ class Departure:
         self._variables = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None  # until the program's waits end
+        self._drains = False
+        self._bounds: list[asyncio.TimerHandle] = []
+        self.unfinished: tuple[str, ...] = ()  # when the time was up
 
     @property
     def entered(self) -> list[int]:
@@ -110,28 +113,62 @@ class Departure:
 
     # --- as a member --------------------------------------------------------------------------------------------------
 
-    async def leave(self, timeout: float) -> bool:
-        """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
+    async def leave(self, timeout: float, *, drains: bool) -> bool:
+        """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit.
+
+        drains: only until what this worker has accepted is over.
+        """
         self._go = asyncio.get_running_loop().create_future()
         self._variables = contextvars.copy_context()
-        bound = self._engine.loop.call_later(timeout, self._give_up) if timeout else None
-        self._carry_out(self._table.leave(hosts_store=self._context.rendezvous.hosts_store))
+        if drains:
+            self.drain(timeout)
+        else:
+            self._bound(timeout)
+            self._carry_out(self._table.leave(hosts_store=self._context.rendezvous.hosts_store))
         try:
             return await self._go
         finally:
             self._table.give_up()  # for a cancelled wait; else it does nothing
-            for timer in (bound, self._grace):
+            for timer in (*self._bounds, self._grace):
                 if timer is not None:
                     timer.cancel()
             for task in self._waits:
                 task.cancel()
             await asyncio.gather(*self._waits, return_exceptions=True)
 
+    def drain(self, timeout: float) -> None:
+        """Leave without the others, also if `leave` waits for them. timeout: as of `leave`."""
+        self._drains = True
+        self._bound(timeout)
+        self._carry_out(self._table.drain())
+
+    def _bound(self, timeout: float) -> None:
+        if timeout:
+            self._bounds.append(self._engine.loop.call_later(timeout, self._overdue, timeout))
+
+    def _overdue(self, seconds: float) -> None:
+        calls = self._context.describe_pending()
+        self.unfinished = (*([calls] if calls else ()), *self._leftovers())
+        if self.unfinished and self._drains:
+            logger.of(self._engine.name).warning(
+                "worker %s has drained for %g s, and leaves without the end of: %s",
+                self._engine.name,
+                seconds,
+                "; ".join(self.unfinished),
+            )
+        self._give_up()
+
+    def _leftovers(self) -> list[str]:
+        """What a worker that drains waits for, beside calls."""
+        return [legible(each) for each in self._context.describe_leftovers()] if self._drains else []
+
     def _give_up(self) -> None:
         self._carry_out(self._table.give_up())
 
     def _close_door(self, alone: bool) -> None:
         self._engine.lifetime.close_door(alone=alone)
+        if alone:
+            self._context.tell_parting()
         if self._grace is not None:
             self._grace.cancel()
         self._grace = self._engine.loop.call_later(self._engine.bounds.grace, self._end_waits, alone)
@@ -197,18 +234,23 @@ class Departure:
         pause = _FIRST_PAUSE
         limit = float("inf")  # for answers: a caller that does not read for so long is not waited for
         told = time.monotonic() + self._engine.bounds.told
-        while not (idle := self._context.is_idle()) or (self._context.owes_answers() and time.monotonic() < limit):
+        while not (idle := self._context.is_idle() and not self._leftovers()) or (
+            self._context.owes_answers() and time.monotonic() < limit
+        ):
             limit = min(limit, time.monotonic() + self._patience()) if idle else float("inf")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
             if time.monotonic() >= told:  # once; a served stream may be endless
                 told = float("inf")
                 logger.warning(
-                    "worker %s leaves once these have ended, which it has waited for since %g s: %s. "
-                    "shutdown(timeout=...) and the option shutdown_timeout bound that",
+                    "worker %s leaves once these have ended, which it has waited for since %g s: %s. %s bound that",
                     self._engine.name,
                     self._engine.bounds.told,
-                    self._context.describe_pending() or "what is still to be sent",
+                    "; ".join(filter(None, (self._context.describe_pending(), *self._leftovers())))
+                    or "what is still to be sent",
+                    "drain(timeout=...) and the option drain_timeout"
+                    if self._drains
+                    else "shutdown(timeout=...) and the option shutdown_timeout",
                 )
         self._carry_out(self._table.idle())
 

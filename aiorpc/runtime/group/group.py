@@ -57,12 +57,14 @@ class ShutdownReport:
     """How a shutdown went.
 
     lost: the members that were lost. timed_out: whether the worker left although a member still had calls under way.
-    references: the references that were still alive.
+    references: the references that were still alive. unfinished: what was under way here when the time was up: calls,
+    and, of a drain, items that nobody had fetched.
     """
 
     lost: tuple[WorkerInfo, ...] = ()
     timed_out: bool = False
     references: tuple[LeakedReference, ...] = ()
+    unfinished: tuple[str, ...] = ()
 
 
 class GroupContext(MembershipContext, Protocol):
@@ -182,15 +184,15 @@ class Group:
         """After a fork: release the descriptors, which are the parent's."""
         self._watch.close_in_child()
 
-    async def leave(self, timeout: float) -> bool:
+    async def leave(self, timeout: float, *, drains: bool) -> bool:
         """As of `Departure.leave`. In a group of fixed size the losses before the common leave are known when it
         returns.
 
         The leader may have reported a loss just before it let all go, and this worker still probes that member.
         """
         until = time.monotonic() + timeout if timeout else float("inf")
-        complete = await self.departure.leave(timeout)
-        if complete and not self._table.free:
+        complete = await self.departure.leave(timeout, drains=drains)
+        if complete and not self._table.free and not drains:
             await self._indirect_probe.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
         return complete
 

@@ -39,6 +39,12 @@ class MembershipContext(Protocol):
     def describe_pending(self) -> str:
         """The calls of users that are under way, as text for a log message; empty if there are none."""
 
+    def describe_leftovers(self) -> list[str]:
+        """What others may still fetch from this worker: items of queues, for people."""
+
+    def tell_parting(self) -> None:
+        """Tell the callers that this worker takes no more calls."""
+
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
         """End the waits of this worker's program; returns their descriptions. why: makes the error of each. calls: also
         end calls of users' functions, and not only streams and waits at other workers' objects."""

@@ -519,6 +519,12 @@ class References:
         with self._lock:
             return self._table.counts()
 
+    def values_of(self, kind: type) -> int:
+        """How many values of that class this worker owns which are referred to. Any thread."""
+        with self._lock:
+            values = list(self._values.values())
+        return sum(isinstance(value._value, kind) for value in values)
+
     def leaked(self) -> list[LeakedReference]:
         """References that are still alive: handles here of values elsewhere, and held values here."""
         with self._lock:
