@@ -98,6 +98,8 @@ def state_of(node: Node) -> int:
         case WorkerState.RUNNING | WorkerState.LEAVING:
             # A program that has nothing else to do calls `shutdown` at once, and its worker serves until all are done.
             return heartbeat.DRAINING if lifetime.parting else heartbeat.READY
+        case WorkerState.DRAINING:
+            return heartbeat.DRAINING
         case WorkerState.NEW | WorkerState.STARTING:
             return heartbeat.JOINING
     return heartbeat.CLOSING

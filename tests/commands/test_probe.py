@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,16 +167,19 @@ async def test_a_killed_process_has_ended_until_another_takes_its_place() -> Non
     assert code == 0 and answer["pid"] == new and left == [new]
 
 
-async def test_a_leaving_worker_is_draining_while_it_finishes_its_calls() -> None:
+@pytest.mark.parametrize("leave", [rpc.Worker.shutdown, rpc.Worker.drain])
+async def test_a_leaving_worker_is_draining_while_it_finishes_its_calls(
+    leave: Callable[[rpc.Worker], Coroutine[Any, Any, Any]],
+) -> None:
     """It lives, and is not ready."""
     async with cluster(2, dynamic=True) as (caller, leaving):
         await until_state("ready", "worker1")
         call = caller.call("worker1", linger, 3.0)
         await until(leaving.pending_calls)
-        shutdown = asyncio.create_task(leaving.shutdown())
+        left = asyncio.ensure_future(leave(leaving))
         await until_state("draining", "worker1")
         assert (await state("worker1"), await state("worker1", "--ready")) == ((0, "draining"), (1, "draining"))
-        await asyncio.gather(call, shutdown)
+        await asyncio.gather(call, left)
         assert await state("worker1") == (1, "unknown")
 
 
