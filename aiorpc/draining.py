@@ -1,10 +1,11 @@
 """Signals that drain the workers of this process. The model:
 
-1. A worker that is started in the main thread installs a handler for each signal of its option ``drain_on`` that has
+1. A worker that has joined in the main thread installs a handler for each signal of its option ``drain_on`` that has
    its default disposition. A handler of the program's stays. The last worker gives the disposition back.
 2. The first signal begins the drain of all workers, by a thread of its own. The signals that follow change nothing.
 3. `REST` seconds after the bound of the drain that thread sends the signal again; then the handler restores the default
-   disposition, and the signal ends the program.
+   disposition, and the signal ends the program. The kernel spares process 1 of a container, and a main thread in a
+   function of C runs no handler: after `_LAST` more seconds the thread ends the process itself.
 4. While no worker has joined, and in forked children, the signal does what it did before.
 
 The handler runs in the main thread, between two instructions of Python or in a wait that Python can interrupt. So it
@@ -20,64 +21,45 @@ import os
 import signal
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 from .errors import RpcUsageError
 from .logs import logger
 from .options import RpcBackendOptions
 from .protocol.states import WorkerState
-from .runtime.engine.loops import LoopThread
+from .runtime.node import registry
 
 #: Seconds that a program has to end after the bound of its drain.
-REST = 5.0
-# Seconds between SIGTERM and SIGKILL: of torchrun always; of Slurm (KillWait) unless the site has set others.
-_KILLED_AFTER = 30.0
-# Seconds between two looks whether a worker has left.
+REST = 4.0
+#: The variable by which a launcher says how many seconds there are between its SIGTERM and its SIGKILL.
+GRACE = "AIORPC_GRACE"
+# Those seconds of torchrun, always; and of Slurm (KillWait) unless the site has set others.
+_USUAL_GRACE = 30.0
+# Seconds for the signal that ends a program to do so.
+_LAST = 0.5
+# Seconds between two looks at the workers.
 _LOOK = 0.02
-_JOINED = (WorkerState.RUNNING, WorkerState.LEAVING, WorkerState.DRAINING, WorkerState.CLOSING)
-
-
-class DrainedWorker(Protocol):
-    """A `Worker`."""
-
-    name: str
-    options: RpcBackendOptions
-
-    @property
-    def state(self) -> WorkerState: ...
-
-    @property
-    def _thread(self) -> LoopThread | None: ...
-
-    def _begin_to_drain(self, asked_by: str) -> None:
-        """Drain within the option ``drain_timeout``. Any thread; does not wait."""
 
 
 class _Drains:
-    """The handler, and the workers that it drains. `handle` runs in the main thread."""
+    """The handler. `handle` and what changes handlers run in the main thread."""
 
     def __init__(self) -> None:
-        # Replaced, not changed: the handler may interrupt a change.
-        self._workers: weakref.WeakSet[DrainedWorker] = weakref.WeakSet()
         self._installed: tuple[int, ...] = ()
-        self._begun = self._over = False  # whether a signal has come, and whether the time of the program is up
+        self._begun = False  # whether a signal has come
+        self._ends = False  # whether the next signal ends the program
         self._forks_told = False
         self._masks: dict[int, set[int]] = {}  # of threads that fork, from before that; by their numbers
 
-    def follow(self, worker: DrainedWorker | None = None) -> None:
-        """Install the handler for the signals of the living workers, or restore the default. Any thread; only in the
-        main thread it does something to signals.
-
-        worker: one that is started.
+    def follow(self) -> None:
+        """Install the handler for the signals of the living workers, or restore the default. Any thread; does nothing
+        but in the main thread.
         """
-        workers = [each for each in list(self._workers) if each.state is not WorkerState.CLOSED]
-        self._workers = weakref.WeakSet(workers if worker is None else [*workers, worker])
         if threading.current_thread() is not threading.main_thread():
             return
-        wanted = {int(signal.Signals[name]) for each in self._workers for name in each.options.drain_on}
+        wanted = {int(signal.Signals[name]) for node in registry.nodes() for name in node.engine.options.drain_on}
         with contextlib.suppress(ValueError):  # this is not the main interpreter
             for number in wanted.difference(self._installed):
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -99,44 +81,45 @@ class _Drains:
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Begin to drain; or end the process as the signal would have."""
-        joined = any(each.state in _JOINED for each in list(self._workers))
-        if self._over or not (self._begun or joined):
+        if self._ends:
             self._restore(number)
             os.kill(os.getpid(), number)
         elif not self._begun:
-            self._begun = True
             _thread.start_new_thread(self._drain, (number,))  # `threading` takes locks that this thread may hold
+            self._begun = True
 
     def _drain(self, number: int) -> None:
         """Drain all workers; when the time is up, end the process. In a thread of its own."""
         began, name = time.monotonic(), signal.Signals(number).name
-        workers = list(self._workers)
-        for worker in workers:
-            worker._begin_to_drain(name)
-        bounds = [worker.options.drain_timeout for worker in workers]
-        for worker in workers:
-            while worker.state is not WorkerState.CLOSED:
-                if self._is_over(began, bounds):
-                    break
-                time.sleep(_LOOK)
-            else:
-                if (thread := worker._thread) is not None:
-                    thread.close()  # its loop must not run when the interpreter ends
-        if not all(bounds):
-            return
-        while not self._is_over(began, bounds):
+        workers: list[Any] = []  # each a Worker
+        while True:
+            for node in registry.nodes():
+                if node.worker not in workers:  # it may join while others drain
+                    workers.append(node.worker)
+                    node.worker._begin_to_drain(name)
+            closed = [worker for worker in workers if worker.state is WorkerState.CLOSED]
+            for worker in closed:
+                if worker._thread is not None:
+                    worker._thread.close()  # its loop must not run when the interpreter ends
+            bounds = [worker.options.drain_timeout for worker in workers]
+            if not all(bounds):
+                if len(closed) == len(workers):
+                    self._ends = True
+                    return
+            elif time.monotonic() > began + (max(bounds) + REST if bounds else 0.0):
+                break
             time.sleep(_LOOK)
-        logger.warning(
-            "%s came %.1f s ago, and the program goes on: it is ended now, %g s after drain_timeout",
-            name,
-            time.monotonic() - began,
-            REST,
-        )
-        self._over = True
+        if workers:
+            logger.warning(
+                "%s came %.1f s ago, and the program goes on: it is ended now, %g s after drain_timeout",
+                name,
+                time.monotonic() - began,
+                REST,
+            )
+        self._ends = True
         os.kill(os.getpid(), number)
-
-    def _is_over(self, began: float, bounds: Sequence[float]) -> bool:
-        return all(bounds) and time.monotonic() > began + max(bounds, default=0.0) + REST
+        time.sleep(_LAST)
+        os._exit(128 + number)
 
     def _before_fork(self) -> None:
         # A child forgets what it was sent before it was told of the fork: `Process.terminate` would wait for ever.
@@ -148,7 +131,7 @@ class _Drains:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _after_fork(self) -> None:
-        self._workers, self._begun, self._over = weakref.WeakSet(), False, False
+        self._begun = self._ends = False
         for number in self._installed:
             with contextlib.suppress(ValueError):
                 self._restore(number)
@@ -156,26 +139,40 @@ class _Drains:
 
 
 _drains = _Drains()
-follow: Callable[..., None] = _drains.follow
+follow: Callable[[], None] = _drains.follow
 
 
 def check_bound(options: RpcBackendOptions, environ: Mapping[str, str]) -> None:
-    """RpcUsageError if the launcher kills a worker before its drain is over; a warning if it may do so."""
-    seconds = options.drain_timeout
-    if "SIGTERM" not in options.drain_on or 0 < seconds <= _KILLED_AFTER - REST:
+    """RpcUsageError if the launcher kills a worker before its drain is over; a warning if it may do so.
+
+    Raises RpcUsageError, too, for a variable AIORPC_GRACE that is no number of seconds.
+    """
+    said = environ.get(GRACE)
+    grace = _USUAL_GRACE
+    if said:
+        try:
+            grace = float(said)
+        except ValueError:
+            grace = float("nan")
+        if not grace >= 0:
+            raise RpcUsageError(f"{GRACE} must be the seconds between SIGTERM and SIGKILL, as 60, and not {said!r:.80}")
+    seconds, most = options.drain_timeout, grace - REST
+    if "SIGTERM" not in options.drain_on or (seconds or float("inf")) <= most:
         return
     bound = f"drain_timeout is {seconds:g} s" if seconds else "drain_timeout is 0 (no limit)"
-    most = _KILLED_AFTER - REST
-    if environ.get("TORCHELASTIC_RUN_ID"):
+    if said or environ.get("TORCHELASTIC_RUN_ID"):
+        launcher = f"the launcher, as {GRACE} says," if said else "torchrun"
+        lower = f"set at most {most:g} s, which leaves the program {REST:g} s to end; or " if most > 0 else "set "
         raise RpcUsageError(
-            f"{bound}, and torchrun kills a process {_KILLED_AFTER:g} s after SIGTERM: set at most {most:g} s, which "
-            f"leaves the program {REST:g} s to end; or drain_on=() to let SIGTERM end it at once"
+            f"{bound}, and {launcher} kills a process {grace:g} s after SIGTERM: {lower}drain_on=() to let SIGTERM end "
+            "it at once"
         )
     if environ.get("SLURM_JOB_ID"):
         logger.warning(
             "%s, and Slurm kills a process KillWait after SIGTERM, which is %g s unless the site has set more "
-            "(`scontrol show config`): set at most KillWait - %g s",
+            "(`scontrol show config`): set at most KillWait - %g s, or %s to what the site has set",
             bound,
-            _KILLED_AFTER,
+            grace,
             REST,
+            GRACE,
         )

@@ -28,6 +28,8 @@ SHARE_SIZE = 128 * 1024
 BULK_SIZE = 256 * 1024
 # A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
 MIN_DEVICE_BUFFER = 4 << 20
+#: The default of ``drain_timeout``, in seconds: below the 30 s after which torchrun, Slurm and Kubernetes kill.
+DRAIN_TIMEOUT = 25.0
 #: Signals at which a worker may drain. Each ends a process that has no handler for it.
 DRAINING_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 # Several times the bytes after which a receiver acknowledges at once.
@@ -384,9 +386,9 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
         would say of the group; 0, the default, turns it off. Streams, queues and the runtime's own calls do not count.
     shutdown_timeout: the default seconds that a graceful shutdown waits for the work of the others, as at the end of
         ``async with``; 0 means no limit.
-    drain_on: names of signals at which this worker drains, if they have their default disposition when the worker is
-        started, in the main thread: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU; ``()`` for none.
-    drain_timeout: the default seconds of a drain; 0 means no limit. The signal ends a program that goes on for 5 s
+    drain_on: names of signals at which this worker drains, if they have their default disposition when the worker has
+        joined, in the main thread: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU; ``()`` for none.
+    drain_timeout: the default seconds of a drain; 0 means no limit. The signal ends a program that goes on for 4 s
         longer.
     newcomer_grace: in a free group, seconds for which calls to an unknown name wait for a worker of that name, counted
         from the first call; 0: they do not wait.
@@ -413,7 +415,7 @@ class RpcBackendOptions(LimitOptions, NetworkOptions, SecurityOptions):
     stall_warning: float = 0.0
     shutdown_timeout: float = 0.0
     drain_on: Sequence[str] = ("SIGTERM",)
-    drain_timeout: float = 20.0
+    drain_timeout: float = DRAIN_TIMEOUT
     newcomer_grace: float = 10.0
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)

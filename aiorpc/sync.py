@@ -83,11 +83,9 @@ def host(worker: Worker) -> None:
             raise _already(former.name)
         if former._thread.is_here:
             raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
-        _end(
-            former, partial(former.shutdown, False), "init_rpc()"
-        )  # a handler has shut it down, perhaps not to the end
+        # A handler has shut it down, perhaps not to the end.
+        _end(former, partial(former.shutdown, False), "init_rpc()")
     follow(True)
-    draining.follow(worker)
     with on_error(_unhost, worker):
         thread = LoopThread(worker.name)
         thread.on_end = worker._loop_ended
@@ -95,6 +93,7 @@ def host(worker: Worker) -> None:
             thread.start()
             thread.run(worker.start())
             worker._hosted_by = thread
+        draining.follow()
 
 
 def _abandon(worker: Worker, thread: LoopThread) -> None:

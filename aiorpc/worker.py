@@ -119,6 +119,7 @@ class Worker:
         self._events = Events()
         self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
+        check_bound(self.options, os.environ)
         traced = wants_traces(self.options, os.environ)
         if traced:
             check_traces()
@@ -242,11 +243,10 @@ class Worker:
             return await self._start()
 
     async def _start(self) -> Worker:
-        check_bound(self.options, os.environ)
-        follow(self)
         if not self.options.dedicated_loop:
             self._lifecycle.begin()
             await self._lifecycle.join()
+            follow()
             return self
         own = LoopThread(self.name)
         own.on_end = self._loop_ended
@@ -261,6 +261,7 @@ class Worker:
                     await self.shutdown(graceful=False, timeout=0.0)
             own.close()
             raise
+        follow()
         return self
 
     # --- verbs --------------------------------------------------------------------------------------------------------

@@ -7,19 +7,23 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import aiorpc as rpc
 from aiorpc import draining
 
 from . import bodies
-from .workers import Child, Link, Place, meeting_file, places, processes, until
+from .workers import LIMIT, Child, Link, Place, meeting_file, places, processes, until
 
 NAMES = [f"s{number}" for number in range(10)]
 #: Calls under way at each server; each item of a queue is one more that it has accepted.
@@ -210,6 +214,22 @@ def serves_two(place: Place, link: Link, kind: str) -> str:
     return asyncio.run(main())
 
 
+def drains_by_its_own_handler(place: Place, link: Link, kind: str) -> str:
+    """Body: a program with a handler of asyncio's, which drains, twice, and says why it has ended."""
+
+    async def main() -> str:
+        async with rpc.init(place.name, init_method=place.init_method) as worker:
+            came = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, came.set)
+            link.tell("up")
+            await came.wait()
+            reports = await asyncio.gather(worker.drain(), worker.drain(5.0))
+            assert reports[0] is reports[1] is await worker.drain()
+        return "closed"
+
+    return asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("body", "way"),
     [
@@ -219,6 +239,7 @@ def serves_two(place: Place, link: Link, kind: str) -> str:
         (serves_by_a_script, "script"),
         (works_in_a_script, "script"),
         (serves_two, "asyncio"),
+        (drains_by_its_own_handler, "own"),
     ],
 )
 async def test_a_program_that_ends_then_exits_with_0(body: Callable[..., str], way: str) -> None:
@@ -260,11 +281,17 @@ def goes_on(place: Place, link: Link, kind: str) -> None:
         asyncio.run(main())
     rpc.init_rpc(place.name, rpc_backend_options=options)
     link.tell("up")
-    threading.Event().wait()
+    while not rpc.current().leaving:
+        time.sleep(0.01)
+    if kind == "script":
+        threading.Event().wait()
+    HashStore().wait(["none"], timedelta(hours=1))  # a function of C, in which no handler runs
 
 
-@pytest.mark.parametrize("kind", ["block", "script"])
-async def test_a_program_that_goes_on_is_ended_by_the_signal(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "status"), [("block", -signal.SIGTERM), ("script", -signal.SIGTERM), ("C", 128 + signal.SIGTERM)]
+)
+async def test_a_program_that_goes_on_is_ended_by_the_signal(kind: str, status: int) -> None:
     """After the bound, as it would have been at once; a call that is not over then ends with PeerLeft."""
     with processes() as children, meeting_file() as init_method:
         async with rpc.init("caller", init_method=init_method):
@@ -277,8 +304,64 @@ async def test_a_program_that_goes_on_is_ended_by_the_signal(kind: str) -> None:
             assert await quick == 2
             with pytest.raises(rpc.PeerLeft):
                 await endless
-            assert await asyncio.to_thread(child.join) == -signal.SIGTERM
+            assert await asyncio.to_thread(child.join) == status
             assert time.monotonic() - began >= 0.8
+
+
+def first_process(init_method: str) -> None:
+    """A program that goes on, as process 1 of a container."""
+    assert os.getpid() == 1
+    ours, theirs = multiprocessing.Pipe()
+    goes_on(Place("w1", -1, None, init_method), Link(theirs), "block")
+    ours.close()
+
+
+@pytest.mark.slow
+async def test_process_1_is_ended_although_the_kernel_spares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spares a first process without a handler. The signal comes from outside, as the kubelet sends it."""
+    if os.geteuid() != 0:
+        pytest.skip("a PID namespace needs root")
+    monkeypatch.setenv("AIORPC_SECRET", "of a container and its caller")
+    code = "import sys; from tests.processes import test_drain; test_drain.first_process(sys.argv[1])"
+    command = ["--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", code]
+    with meeting_file() as init_method:
+        async with rpc.init("caller", init_method=init_method):
+            outer = await asyncio.create_subprocess_exec("unshare", *command, init_method)
+            try:
+                await rpc.wait_for("w1", timeout=LIMIT)
+                call = rpc.call("w1", awaited, 21)
+                await until(lambda: rpc.call("w1", served))
+                children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+                os.kill(int(children.read_text()), signal.SIGTERM)
+                assert await call == 42
+                assert await asyncio.wait_for(outer.wait(), LIMIT) == 128 + signal.SIGTERM
+            finally:
+                if outer.returncode is None:
+                    outer.kill()
+                    await outer.wait()
+
+
+def goes_on_without_limit(place: Place, link: Link) -> None:
+    """Body: a drain without a bound, and a program that stays when it is over."""
+    place.init_rpc(drain_timeout=0)
+    link.tell("up")
+    link.tell(rpc.drained().timed_out)
+    threading.Event().wait()
+
+
+def test_without_a_limit_the_next_signal_ends_the_program() -> None:
+    """Once the drain is over; the program may go on until then."""
+    with processes() as children, meeting_file() as init_method:
+        child = children.start(Place("w1", -1, None, init_method), goes_on_without_limit)
+        assert child.hear() == "up"
+        child.kill(signal.SIGTERM)
+        assert child.hear() is False
+        for _ in range(100):  # the first ones come while it still notes the end of the drain
+            child.kill(signal.SIGTERM)
+            child.process.join(0.1)
+            if not child.process.is_alive():
+                break
+        assert child.join() == -signal.SIGTERM
 
 
 # --- whose signals ----------------------------------------------------------------------------------------------------

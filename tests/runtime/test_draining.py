@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 import aiorpc
 from aiorpc import PeerLeft, RpcBackendOptions, RpcUsageError, Worker, WorkerClosed
 from aiorpc.draining import check_bound
+from aiorpc.options import DRAIN_TIMEOUT
 from aiorpc.protocol.states import WorkerState
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until
@@ -201,19 +202,42 @@ async def test_before_it_has_joined_there_is_nothing_to_drain() -> None:
         await starting
 
 
-@pytest.mark.parametrize(("seconds", "fits"), [(20.0, True), (25.0, True), (25.1, False), (0.0, False)])
+@pytest.mark.parametrize(("seconds", "fits"), [(DRAIN_TIMEOUT, True), (26.0, True), (26.1, False), (0.0, False)])
 def test_a_bound_above_that_of_the_launcher_is_refused(
     seconds: float, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of torchrun, which always kills after 30 s. Of Slurm sites set it: a warning. Elsewhere it is not known."""
     options = RpcBackendOptions(drain_timeout=seconds)
-    with contextlib.nullcontext() if fits else pytest.raises(RpcUsageError, match=r"torchrun kills .* at most 25 s"):
+    with contextlib.nullcontext() if fits else pytest.raises(RpcUsageError, match=r"torchrun kills .* at most 26 s"):
         check_bound(options, {"TORCHELASTIC_RUN_ID": "x"})
     check_bound(RpcBackendOptions(drain_timeout=seconds, drain_on=()), {"TORCHELASTIC_RUN_ID": "x"})
     check_bound(options, {})
     assert not caplog.records
     check_bound(options, {"SLURM_JOB_ID": "7"})
     assert [("KillWait" in record.getMessage()) for record in caplog.records] == [True] * (not fits)
+
+
+@pytest.mark.parametrize(
+    ("grace", "seconds", "error"),
+    [
+        ("29", DRAIN_TIMEOUT, None),
+        ("28", DRAIN_TIMEOUT, "drain_timeout is 25 s, .* AIORPC_GRACE says, kills a process 28 s .* at most 24 s"),
+        ("3", 1.0, r"3 s after SIGTERM: set drain_on=\(\)"),
+        ("3600", 0.0, "no limit"),
+        ("inf", 0.0, None),
+        ("soon", 1.0, "AIORPC_GRACE must be the seconds"),
+        ("-1", 1.0, "AIORPC_GRACE must be the seconds"),
+    ],
+)
+def test_a_launcher_may_say_its_grace(
+    grace: str, seconds: float, error: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a variable, which counts for more than what is known of torchrun and Slurm. A worker is not even made."""
+    monkeypatch.setenv("AIORPC_GRACE", grace)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with contextlib.nullcontext() if error is None else pytest.raises(RpcUsageError, match=error):
+        Worker("a", options=RpcBackendOptions(drain_timeout=seconds))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("given", ["SIGTERM", ["SIGINT"], ["SIGKILL"], ["TERM"], [15], {"SIGTERM"}])
