@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,7 @@ def _one_group(size: int, seconds: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         here = [stack.enter_context(_process(Path(folder) / f"log{number}")) for number in range(PROCESSES)]
         bare = _sum(_all(here, "idle", 0.0), "memory")
-        place, share = f"file://{folder}/group", size // PROCESSES
+        place, share = f"tcp://127.0.0.1:{_free_port()}", size // PROCESSES
         begin = time.monotonic()
         for number, each in enumerate(here):
             each.tell("join", place, [f"m{number * share + k}" for k in range(share)], size, begin)
@@ -132,6 +133,12 @@ class _Process:
         """The answer to a command."""
         self.tell(command, *arguments)
         return self.answer()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def _open(pipe: IO[str] | None) -> IO[str]:

@@ -1,8 +1,9 @@
 """Who is in a group, who leads it, and how all leave together: the decisions, without I/O and without time.
 
-A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
-leader sees a member die and tells the others; when it dies itself, the next one leads. A free group has no leader. A
-worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
+A group is a star: every member makes itself known to the leader, and keeps a connection to it. The leader sees a member
+die; when it dies itself, the next one leads. In a group of fixed size it is the live member with the lowest id, and it
+tells the others of a loss. In a free group it is the oldest member, as far as a member knows; the others see in the list
+of the group who comes and goes. Without that list all members connect with all. A worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
 of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect: each
 member goes on serving until all have entered, and then all close their doors.
 
@@ -32,7 +33,9 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
    `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
    `test_l4_who_leads_after_a_goodbye_looks_after_the_rest`
 5. The leader is the live member with the lowest id, and only a member that believes itself the leader polls, answers or
-   reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`
+   reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`. In a free group it
+   is the oldest live member. `test_l5_the_oldest_member_of_a_free_group_leads`,
+   `test_l5_members_of_a_free_group_turn_to_the_next_leader`
 6. Nothing is sent to a member that is known to be gone. `test_l6_nothing_is_told_to_the_gone`
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
@@ -306,7 +309,10 @@ class GroupTable:
 
     @property
     def leader(self) -> int:
-        """The id of the member that coordinates a group of fixed size."""
+        """The id of the member that coordinates a group of fixed size; in a free group of the oldest, which sees who
+        dies."""
+        if self.free:  # the list has the oldest first, and later members come behind
+            return next((each for each in list(self.members) if each not in self.gone), self.worker_id)
         return min((record.id for record in self.live()), default=self.worker_id)
 
     @property
@@ -321,14 +327,24 @@ class GroupTable:
     # -- members come and go ----------------------------------------------------------------------------------------
 
     def start(self) -> Outputs:
-        """This worker is ready to serve: make it known to the leader, or to all members of a free group."""
-        if self.free:
-            return [Attend(record) for record in self._others()]
+        """This worker is ready to serve: make it known to the leader."""
         self._middle = self.leader
         if self.leads:
             # A member may die before it has made itself known to us.
             return [Follow(record) for record in self._others()]
         return [Attend(self.members[self.leader])]
+
+    def turn(self) -> Outputs:
+        """In a free group, from time to time: the leader may be gone, and another one be there.
+
+        Not at once: many may leave one after the other. A member that leaves does not need the next one.
+        """
+        stays = self.leaving in (Leaving.WORKING, Leaving.STAYING)
+        return self.start() if self.free and stays and self.leader != self._middle else []
+
+    def unlisted(self) -> Outputs:
+        """The list of a free group is gone: from now on members hear of each other only over their connections."""
+        return [Attend(record) for record in self._others()] if self.free else []
 
     def join(self, record: WorkerRecord) -> Outputs:
         """A member announces itself, or the rendezvous names it. Nothing follows if it was known."""

@@ -33,6 +33,7 @@ from ..calls.functions import system
 from ..engine.host import how_ended, is_gone, provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
+from ..meeting.free import Listed
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
 from .departure import Departure
@@ -48,6 +49,8 @@ _EXIT_GRACE = 0.05
 _DYING, _LOOK = 0.1, 0.002
 # Seconds between a goodbye and the end of calls to that worker: replies may come over another connection.
 _GOODBYE_GRACE = 1.0
+# Members that are not in the list any more are asked so many at once, by one worker.
+_ASKED_AT_ONCE = 16
 # Characters of a reported cause of a member's end.
 CAUSE_LIMIT = 1000
 
@@ -103,11 +106,13 @@ class Group:
         self._failed: dict[int, str] = {}  # errors of leaving members, from their goodbyes, by id
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self.losses: int = 0  # how many members were lost, also those that are forgotten since
+        self._listed: set[str] = set()  # incarnations in the list of a free group, as it was seen last
+        self._unlisted: dict[WorkerRecord, bool] = {}  # members that are not in it any more; whether they say they left
         self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
 
     @property
     def leader(self) -> int:
-        """The id of the member that coordinates a group of fixed size."""
+        """The id of the member to which all others keep a connection."""
         return self._table.leader
 
     @property
@@ -116,7 +121,7 @@ class Group:
         return self._table.leads
 
     def start(self) -> None:
-        """Make this worker known to the leader; in a free group, to all members."""
+        """Make this worker known to the leader."""
         self._carry_out(self._table.start())
 
     def is_gone(self, record: WorkerRecord) -> bool:
@@ -248,6 +253,47 @@ class Group:
         self._context.peers.add(record)
         self._versions.tell([record])
         self._carry_out(self._table.join(record))
+
+    def on_met(self, record: WorkerRecord) -> None:
+        """A worker has proved itself over a connection. In a free group it may not have been known."""
+        if self._table.free:
+            self.on_joined(record)
+
+    def on_listed(self, listed: Listed | None) -> None:
+        """This worker has looked at the list of its free group. listed: what stands there; None if that is as before.
+
+        The list is no proof of an end: members that are not in it any more are asked, unless they are known to be gone.
+        """
+        if listed is not None:
+            for record in listed.members:
+                if record.id not in self.members:
+                    self.on_joined(record)
+            before, self._listed = self._listed, {record.incarnation for record in listed.members}
+            idle = not self._unlisted
+            for record in self.live():
+                if record.incarnation in before and record.incarnation not in self._listed:
+                    self._unlisted[record] = record.id in listed.left
+            if self._unlisted and idle:
+                for _ in range(_ASKED_AT_ONCE):
+                    self._engine.tasks.spawn(self._ask_unlisted())
+        self._carry_out(self._table.turn())
+
+    def on_unlisted(self) -> None:
+        """The list of the free group is gone, with its store: members hear of each other over connections alone."""
+        self._carry_out(self._table.unlisted())
+
+    async def _ask_unlisted(self) -> None:
+        while self._unlisted and not self._engine.closed:
+            record, left = self._unlisted.popitem()
+            if self.is_gone(record) or record.id == self._engine.id:
+                continue
+            dead = provably_dead(record, self._engine.record.host)
+            if not dead and await self._indirect_probe.is_together(record, self._engine.record):
+                continue  # a member that cannot reach it has struck it off; its end shows over the connection, now
+            if left:
+                self._on_left(record)
+            else:
+                await self._look_and_lose(record, "it was struck off the list of its group, and cannot be reached")
 
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""

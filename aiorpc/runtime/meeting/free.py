@@ -1,14 +1,17 @@
 """Agreeing on who is in a group that workers join and leave at any time, on top of a key-value store.
 
 Blocking; every wait polls within a `Patience`. The keys are those of generation 1: ``1/roster`` is the list of the
-members, ``1/ids`` counts the ids given out.
+members, ``1/ids`` counts the ids given out, and ``1/changes`` the changes of the list, so that a regular look reads one
+number while nothing changes.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...devices import DeviceClaims, check_device_maps
@@ -17,7 +20,6 @@ from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
-from ...protocol.leaving import REMEMBERED
 from ..engine.host import host_identity, provably_dead
 from .fixed import check_unmixed
 from .key_value import KeyValueClient
@@ -26,33 +28,68 @@ from .patience import Patience
 
 # More than the workers that can join between two looks at the list.
 _LEAP = 1024
+# Seconds that one worker takes to enter the list, about; and the longest wait for a turn.
+_TURN, _LONGEST_TURN = 0.004, 1.0
+# Seconds of the first pause of workers that change the list at once; each further one may be twice as long.
+_FIRST_PAUSE = 0.005
+# The list is read again after so many looks without a change: who changed it may have died before it counted that.
+_LOOKS = 20
 MakeRecord = Callable[[int], WorkerRecord]
+#: By incarnation: what stands in the list of a member, and the member that was read from it.
+Read = dict[str, tuple[object, Member]]
+
+
+class Listed(NamedTuple):
+    """The members in the list, oldest first. left: the ids of those that left in good order while others stayed."""
+
+    members: Sequence[WorkerRecord]
+    left: IdSet
 
 
 class _Roster(NamedTuple):
     """The content of the list. used: the ids of members that left while others stayed.
 
-    left: the incarnations of the last members that left in good order.
+    left: the ids among these of members that left in good order.
     """
 
     version: int = 0
     members: Sequence[Member] = ()
     used: IdSet = IdSet()
-    left: Sequence[str] = ()
+    left: IdSet = IdSet()
 
-    def to_json(self) -> dict[str, object]:
-        """The form `from_json` reads."""
-        members = [member.to_json() for member in self.members]
-        return {"version": self.version, "members": members, "used": self.used.ranges(), "left": [*self.left]}
+    def to_json(self, read: Read) -> dict[str, object]:
+        """The form `from_json` reads. read: members that were read, whose entries stay as they are."""
+        entries: list[object] = []
+        for member in self.members:
+            entry, known = read.get(member.record.incarnation, (None, None))
+            entries.append(entry if known is member else member.to_json())
+        used, left = self.used.ranges(), self.left.ranges()
+        return {"version": self.version, "members": entries, "used": used, "left": left}
 
     @classmethod
-    def from_json(cls, value: Any) -> _Roster:
-        """The list; ValueError, TypeError or LookupError if `value` is none."""
-        version, members, left = value["version"], value["members"], value["left"]
-        if type(version) is not int or type(members) is not list or type(left) is not list:
+    def from_json(cls, read: Read, value: Any) -> _Roster:
+        """The list; ValueError, TypeError or LookupError if `value` is none.
+
+        read: the members that were read before, and afterwards those of this list.
+        """
+        version, items = value["version"], value["members"]
+        if type(version) is not int or type(items) is not list:
             raise ValueError("no roster")
-        found = [Member.from_json(item) for item in members]
-        return cls(version, found, IdSet.from_ranges(value["used"]), ["" + each for each in left])
+        members = []
+        for item in items:
+            known = read.get(_incarnation_in(item))
+            members.append(known[1] if known is not None and known[0] == item else Member.from_json(item))
+        read.clear()
+        read.update((each.record.incarnation, (item, each)) for item, each in zip(items, members, strict=True))
+        return cls(version, members, IdSet.from_ranges(value["used"]), IdSet.from_ranges(value["left"]))
+
+
+def _incarnation_in(item: object) -> str:
+    """The incarnation in the entry of a member; empty if there is none."""
+    match item:
+        case [[_, _, str(incarnation), *_], *_]:
+            return incarnation
+    return ""
 
 
 def _ids(members: Sequence[Member]) -> IdSet:
@@ -67,7 +104,7 @@ class FreeWorld:
     """
 
     generation = 1
-    _ROSTER = "1/roster"
+    _ROSTER, _CHANGES = "1/roster", "1/changes"
 
     def __init__(self, kv: KeyValueClient, rank: int | None, *, proof: Proof) -> None:
         self.kv = kv
@@ -79,6 +116,9 @@ class FreeWorld:
         self.struck: set[str] = set()  # incarnations of members that are gone, also where the store lacks that
         self._own: Member | None = None  # this worker's last entry in the list
         self._beside = _Roster()
+        self._read_before: Read = {}
+        self._checked: dict[str, Member] = {}  # members with a right seal, by incarnation
+        self._changes, self._looks = "", 0  # the count at the last look at the list, and the looks since
         self._off_since: float | None = None  # when this worker first saw that others had struck it off
         self._leaves = self._replaced = False
 
@@ -105,8 +145,7 @@ class FreeWorld:
                     f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
                     f"leave the rank of {record.name} out, or give another"
                 )
-            for member in alive:
-                member.check(self.proof.key, self.generation)
+            self._check(alive)
             for other in (member.record for member in alive):
                 if other.name == record.name:
                     hint = same_process(other, record)
@@ -119,7 +158,7 @@ class FreeWorld:
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
-        return self._change(enter, patience)
+        return self._change(enter, patience, joins=record.id)
 
     def founded(self) -> bool:
         """Whether the list has ever had a member."""
@@ -132,9 +171,9 @@ class FreeWorld:
     def say_farewell(self, record: WorkerRecord) -> None:
         """Take this worker, which has that record, off the list: it leaves in good order."""
         self._leaves = True
-        self._strike_off(record, leaver=record.incarnation)
+        self._strike_off(record, leaver=record)
 
-    def _strike_off(self, record: WorkerRecord, leaver: str = "") -> None:
+    def _strike_off(self, record: WorkerRecord, leaver: WorkerRecord | None = None) -> None:
         def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
@@ -177,8 +216,9 @@ class FreeWorld:
             logger.warning(said, record.name, "it lives, and has entered that again, so that joining members find it")
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it is among the last members that took themselves off the list."""
-        return record.incarnation in self._read().left
+        """Whether it has taken itself off the list."""
+        roster = self._read()
+        return record.id in roster.left and all(each.record.incarnation != record.incarnation for each in roster.members)
 
     def resume(
         self, before: FreeWorld, record: WorkerRecord, patience: Patience, written: Mapping[str, str] | None = None
@@ -231,14 +271,43 @@ class FreeWorld:
     def members(self) -> list[Member]:
         """The members in the list now, oldest first. RendezvousError if one lacks the seal of AIORPC_SECRET."""
         members = self._read().members
-        for member in self.alive(members):
-            member.check(self.proof.key, self.generation)
+        strange = [member for member in members if not self._is_known(member)]
+        self._check(self.alive(strange))
         # Dead members of another group may still be in the list.
-        return [member for member in members if member.is_known(self.proof.key, self.generation)]
+        return [member for member in members if member not in strange] if strange else [*members]
+
+    def look(self) -> Listed | None:
+        """The list, if it may have changed since the last look; else None. RendezvousError as of `members`."""
+        changes = self.kv.get(self._CHANGES) or ""
+        self._looks += 1
+        if changes == self._changes and self._looks < _LOOKS:
+            return None
+        records = [member.record for member in self.members()]
+        self._changes, self._looks = changes, 0
+        return Listed(records, self.newest.left)
+
+    def _is_known(self, member: Member) -> bool:
+        """As `Member.is_known`; each member's seal is computed once."""
+        if self._checked.get(member.record.incarnation) is member:
+            return True
+        known = member.is_known(self.proof.key, self.generation)
+        if known:
+            self._checked[member.record.incarnation] = member
+        return known
+
+    def _check(self, members: Sequence[Member]) -> None:
+        """RendezvousError if a seal is wrong."""
+        for member in members:
+            if not self._is_known(member):
+                member.check(self.proof.key, self.generation)
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
-        return [member for member in members if not provably_dead(member.record, self._here)]
+        dead: dict[tuple[str, int], bool] = {}  # a process may have several members
+        for record in (member.record for member in members):
+            if (record.host, record.pid) not in dead:
+                dead[record.host, record.pid] = provably_dead(record, self._here)
+        return [member for member in members if not dead[member.record.host, member.record.pid]]
 
     def _free_id(self) -> int:
         """An id that no member has or had; the counter never goes back."""
@@ -258,30 +327,47 @@ class FreeWorld:
         change: Callable[[list[Member], IdSet], list[Member]],
         patience: Patience,
         remember: IdSet = IdSet(),  # noqa: B008  # immutable
-        leaver: str = "",
+        leaver: WorkerRecord | None = None,
+        joins: int | None = None,
     ) -> list[Member]:
         """Replace the list by the result of `change`, which gets the list and the used ids; the new list.
 
-        remember: ids used in an earlier store. leaver: the incarnation of a member that leaves in good order.
+        remember: ids used in an earlier store. leaver: a member that leaves in good order. joins: the id of a worker
+        that joins. Those with lower ids are let in first: many that change the list at once only hinder each other.
         """
-        before = self.kv.get(self._ROSTER) or ""
-        for _ in patience.tries():
-            version, old, used, gone = self._parse(before)
-            members = change([*old], used)
-            # Members that stay remember the ids of members that left. If none stays, all ids are free again.
-            stay = {member.record.id for member in members}
-            left = IdSet(member.record.id for member in old if member.record.id not in stay)
-            used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
-            # The version makes each text unique, so a list that changed and changed back is still seen to differ.
-            gone = [*gone, leaver][-REMEMBERED:] if leaver and leaver not in gone else gone
-            changed = _Roster(version + 1, members, used, gone)
-            after = json.dumps(changed.to_json())
-            held = self.kv.swap(self._ROSTER, before, after)
-            if held == after:
+        pause = _FIRST_PAUSE
+        for attempt, _ in enumerate(patience.tries()):
+            if joins is not None:
+                ahead = joins - 1 - max(_ids(self.newest.members), default=joins - 1)
+                wait = min(max(0, ahead) * _TURN, _LONGEST_TURN)
+            else:
+                wait = random.uniform(0.0, pause) if attempt else 0.0
+                pause *= 2
+            patience.stop.wait(min(wait, patience.left()))
+            before = self.kv.get(self._ROSTER) or ""
+            old = self._parse(before)
+            self._keep(old)
+            members = change([*old.members], old.used)
+            changed = self._changed(old, members, remember, leaver)
+            after = json.dumps(changed.to_json(self._read_before))
+            if self.kv.swap(self._ROSTER, before, after) == after:
                 self._keep(changed)
+                self.kv.count(self._CHANGES)
                 return members
-            before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
+
+    def _changed(
+        self, old: _Roster, members: Sequence[Member], remember: IdSet, leaver: WorkerRecord | None
+    ) -> _Roster:
+        """The list with those members in place of the old ones. The version makes each text unique: a list that
+        changed and changed back is still seen to differ."""
+        # Members that stay remember the ids of members that left. If none stays, all ids are free again.
+        stay = {member.record.id for member in members}
+        parted = IdSet(member.record.id for member in old.members if member.record.id not in stay)
+        any_stay = self._any_stay(old.members, members)
+        used = (old.used.union(parted) if any_stay else IdSet()).union(remember)
+        left = old.left if any_stay or not members else IdSet()
+        return _Roster(old.version + 1, members, used, left.union(IdSet([leaver.id])) if leaver else left)
 
     @staticmethod
     def _any_stay(old: Sequence[Member], new: Sequence[Member]) -> bool:
@@ -302,4 +388,9 @@ class FreeWorld:
                 self.struck.intersection_update({member.record.incarnation for member in roster.members})
 
     def _parse(self, text: str) -> _Roster:
-        return self.kv.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()
+        if not text:
+            return _Roster()
+        read = dict(self._read_before)  # several threads come here
+        roster = self.kv.load(self._ROSTER, text, partial(_Roster.from_json, read))
+        self._read_before = read
+        return roster
