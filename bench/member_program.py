@@ -34,15 +34,17 @@ class Members:
     async def join(self, init_method: str, names: Sequence[str], size: int, begin: float) -> dict[str, float]:
         """Join, and wait until each knows the whole group. begin: of all processes, on `time.monotonic`.
 
-        joined: seconds until all of this process have joined; known: until they know all others.
+        joined: seconds until all of this process have joined; known: until they know all others; spent: the seconds of
+        the processor until then.
         """
+        spent = time.process_time()
         options = RpcBackendOptions(init_method=init_method, rpc_timeout=JOIN_SECONDS)
         self._all = [worker.Worker(name, options=options) for name in names]
         await asyncio.gather(*(each.start() for each in self._all))
         joined = time.monotonic() - begin
         while not all(len(each.worker_infos()) == size for each in self._all):  # noqa: ASYNC110  # many events
             await asyncio.sleep(LOOK)
-        return {"joined": joined, "known": time.monotonic() - begin}
+        return {"joined": joined, "known": time.monotonic() - begin, "spent": time.process_time() - spent}
 
     async def call_all(self, seconds: float) -> dict[str, float]:
         """Milliseconds of a no-op to all others: the first time, and afterwards (median and worst)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ class Curve:
 CURVES: dict[str, Curve] = {
     "joined": Curve("all have joined", "s"),
     "known": Curve("all know each other", "s"),
+    "spent": Curve("processor until they do, for each member", "ms"),
     "first": Curve("first call to all", "ms"),
     "p50": Curve("call to all, p50", "ms"),
     "each": Curve("call to all, for each member", "µs"),
@@ -75,7 +75,7 @@ def _one_group(size: int, seconds: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         here = [stack.enter_context(_process(Path(folder) / f"log{number}")) for number in range(PROCESSES)]
         bare = _sum(_all(here, "idle", 0.0), "memory")
-        place, share = f"tcp://127.0.0.1:{_free_port()}", size // PROCESSES
+        place, share = f"file://{folder}/group", size // PROCESSES
         begin = time.monotonic()
         for number, each in enumerate(here):
             each.tell("join", place, [f"m{number * share + k}" for k in range(share)], size, begin)
@@ -88,6 +88,7 @@ def _one_group(size: int, seconds: float) -> Figures:
         **called,
         "joined": max(each["joined"] for each in formed),
         "known": max(each["known"] for each in formed),
+        "spent": 1e3 * _sum(formed, "spent") / size,
         "each": 1e3 * called["p50"] / (size - 1),
         "lag": 1e3 * max(each["lag"] for each in quiet),
         "processor": _sum(quiet, "processor"),
@@ -133,12 +134,6 @@ class _Process:
         """The answer to a command."""
         self.tell(command, *arguments)
         return self.answer()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _open(pipe: IO[str] | None) -> IO[str]:

@@ -2,8 +2,9 @@
 
 A group is a star: every member makes itself known to the leader, and keeps a connection to it. The leader sees a member
 die; when it dies itself, the next one leads. In a group of fixed size it is the live member with the lowest id, and it
-tells the others of a loss. In a free group it is the oldest member, as far as a member knows; the others see in the list
-of the group who comes and goes. Without that list all members connect with all. A worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
+tells the others of a loss. In a free group it is the oldest member, as far as a member knows; the others see in the
+list of the group who comes and goes. Without that list all members connect with all. A worker leaves by one rule: it
+closes its door, and goes once the calls that it had accepted by then are over. A member
 of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect: each
 member goes on serving until all have entered, and then all close their doors.
 

@@ -211,7 +211,7 @@ class Group:
                 self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
                 self._context.references.admit(member.id)
-                self._context.peers.add(member)
+                self._context.peers.note(member)
                 self._context.events.publish(WorkerJoined(member.info))
             case leaving.Replaced(member, before):
                 logger.info("worker %s: %s has taken the place of %s", self._engine.name, member.describe(), before.pid)
@@ -250,7 +250,7 @@ class Group:
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
-        self._context.peers.add(record)
+        self._context.peers.note(record)
         self._versions.tell([record])
         self._carry_out(self._table.join(record))
 

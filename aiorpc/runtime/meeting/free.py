@@ -12,7 +12,9 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
@@ -28,15 +30,16 @@ from .patience import Patience
 
 # More than the workers that can join between two looks at the list.
 _LEAP = 1024
-# Seconds that one worker takes to enter the list, about; and the longest wait for a turn.
-_TURN, _LONGEST_TURN = 0.004, 1.0
+# Seconds that one worker takes to enter the list, about. Seconds without a change of the list, before it is another
+# one's turn, and in addition for each that is ahead of that one.
+_TURN, _STALLED, _STALLED_EACH = 0.004, 0.25, 0.02
 # Seconds of the first pause of workers that change the list at once; each further one may be twice as long.
 _FIRST_PAUSE = 0.005
 # The list is read again after so many looks without a change: who changed it may have died before it counted that.
 _LOOKS = 20
 MakeRecord = Callable[[int], WorkerRecord]
-#: By incarnation: what stands in the list of a member, and the member that was read from it.
-Read = dict[str, tuple[object, Member]]
+#: By what stands in the list of a member: the member that was read from it.
+Read = dict[bytes, Member]
 
 
 class Listed(NamedTuple):
@@ -46,50 +49,50 @@ class Listed(NamedTuple):
     left: IdSet
 
 
+class _Form(msgspec.Struct):
+    """The list as JSON. An entry of a member is read by itself, and only once: the others are as they were."""
+
+    version: int
+    members: list[msgspec.Raw]
+    used: list[tuple[int, int]]
+    left: list[tuple[int, int]]
+
+
 class _Roster(NamedTuple):
     """The content of the list. used: the ids of members that left while others stayed.
 
-    left: the ids among these of members that left in good order.
+    left: the ids among these of members that left in good order. read: the members, as of `Read`.
     """
 
     version: int = 0
     members: Sequence[Member] = ()
     used: IdSet = IdSet()
     left: IdSet = IdSet()
+    read: Read = {}  # noqa: RUF012  # never changed
 
-    def to_json(self, read: Read) -> dict[str, object]:
-        """The form `from_json` reads. read: members that were read, whose entries stay as they are."""
-        entries: list[object] = []
-        for member in self.members:
-            entry, known = read.get(member.record.incarnation, (None, None))
-            entries.append(entry if known is member else member.to_json())
-        used, left = self.used.ranges(), self.left.ranges()
-        return {"version": self.version, "members": entries, "used": used, "left": left}
+    def to_json(self) -> str:
+        """The form `from_json` reads."""
+        entries = {id(member): entry for entry, member in self.read.items()}
+        members = [msgspec.Raw(entries.get(id(each)) or msgspec.json.encode(each.to_json())) for each in self.members]
+        form = _Form(self.version, members, self.used.ranges(), self.left.ranges())
+        return msgspec.json.encode(form).decode()
 
     @classmethod
-    def from_json(cls, read: Read, value: Any) -> _Roster:
-        """The list; ValueError, TypeError or LookupError if `value` is none.
-
-        read: the members that were read before, and afterwards those of this list.
-        """
-        version, items = value["version"], value["members"]
-        if type(version) is not int or type(items) is not list:
-            raise ValueError("no roster")
-        members = []
-        for item in items:
-            known = read.get(_incarnation_in(item))
-            members.append(known[1] if known is not None and known[0] == item else Member.from_json(item))
-        read.clear()
-        read.update((each.record.incarnation, (item, each)) for item, each in zip(items, members, strict=True))
-        return cls(version, members, IdSet.from_ranges(value["used"]), IdSet.from_ranges(value["left"]))
+    def from_json(cls, read: Read, form: _Form) -> _Roster:
+        """The list; ValueError, TypeError or LookupError if `form` is none. read: members that were read before."""
+        found: Read = {}
+        for entry in map(bytes, form.members):
+            known = read.get(entry)
+            found[entry] = Member.from_json(json.loads(entry)) if known is None else known
+        used, left = IdSet.from_ranges(form.used), IdSet.from_ranges(form.left)
+        return cls(form.version, list(found.values()), used, left, found)
 
 
-def _incarnation_in(item: object) -> str:
-    """The incarnation in the entry of a member; empty if there is none."""
-    match item:
-        case [[_, _, str(incarnation), *_], *_]:
-            return incarnation
-    return ""
+def _read_form(text: str) -> _Form:
+    try:
+        return msgspec.json.decode(text, type=_Form)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
 
 
 def _ids(members: Sequence[Member]) -> IdSet:
@@ -158,7 +161,7 @@ class FreeWorld:
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
-        return self._change(enter, patience, joins=record.id)
+        return self._change(enter, patience, joins=record.id if self.rank is None else None)
 
     def founded(self) -> bool:
         """Whether the list has ever had a member."""
@@ -218,7 +221,9 @@ class FreeWorld:
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has taken itself off the list."""
         roster = self._read()
-        return record.id in roster.left and all(each.record.incarnation != record.incarnation for each in roster.members)
+        return record.id in roster.left and all(
+            each.record.incarnation != record.incarnation for each in roster.members
+        )
 
     def resume(
         self, before: FreeWorld, record: WorkerRecord, patience: Patience, written: Mapping[str, str] | None = None
@@ -229,7 +234,7 @@ class FreeWorld:
         is written first: a worker that finds this one finds these keys, too. False if others have begun a group of
         their own here. RendezvousError if another worker has joined here under this worker's name.
         """
-        _, old, used, _ = before.newest
+        old, used = before.newest.members, before.newest.used
         self._own, self._beside = before._own, before._beside
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
@@ -311,8 +316,8 @@ class FreeWorld:
 
     def _free_id(self) -> int:
         """An id that no member has or had; the counter never goes back."""
-        _, members, used, _ = self._read()
-        taken = used.union(_ids(members))
+        roster = self._read()
+        taken = roster.used.union(_ids(roster.members))
         while (candidate := self.kv.count("1/ids") - 1) in taken:
             pass
         if candidate >= ID_LIMIT:
@@ -333,28 +338,40 @@ class FreeWorld:
         """Replace the list by the result of `change`, which gets the list and the used ids; the new list.
 
         remember: ids used in an earlier store. leaver: a member that leaves in good order. joins: the id of a worker
-        that joins. Those with lower ids are let in first: many that change the list at once only hinder each other.
+        that joins, if ids come in order.
         """
-        pause = _FIRST_PAUSE
-        for attempt, _ in enumerate(patience.tries()):
+        pause = 0.0
+        for _ in patience.tries():
             if joins is not None:
-                ahead = joins - 1 - max(_ids(self.newest.members), default=joins - 1)
-                wait = min(max(0, ahead) * _TURN, _LONGEST_TURN)
+                self._await_turn(joins, patience)
             else:
-                wait = random.uniform(0.0, pause) if attempt else 0.0
-                pause *= 2
-            patience.stop.wait(min(wait, patience.left()))
+                patience.stop.wait(min(random.uniform(0.0, pause), patience.left()))
+                pause = 2 * pause or _FIRST_PAUSE
             before = self.kv.get(self._ROSTER) or ""
             old = self._parse(before)
             self._keep(old)
             members = change([*old.members], old.used)
             changed = self._changed(old, members, remember, leaver)
-            after = json.dumps(changed.to_json(self._read_before))
+            after = changed.to_json()
             if self.kv.swap(self._ROSTER, before, after) == after:
                 self._keep(changed)
                 self.kv.count(self._CHANGES)
                 return members
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
+
+    def _await_turn(self, joins: int, patience: Patience) -> None:
+        """Let those with lower ids into the list first: many that change it at once only hinder each other.
+
+        Some of these may have died. While the list stays as it is, the next one goes on first, and then those behind.
+        """
+        first = seen = self.kv.number(self._CHANGES)
+        ahead, since = joins - 1 - max(_ids(self._read().members), default=joins - 1), time.monotonic()
+        while (left := first + ahead - seen) > 0 and patience.left():
+            if time.monotonic() > since + _STALLED + left * _STALLED_EACH:
+                return
+            patience.stop.wait(min(_TURN * left, _STALLED))
+            before, seen = seen, self.kv.number(self._CHANGES)
+            since = time.monotonic() if seen != before else since
 
     def _changed(
         self, old: _Roster, members: Sequence[Member], remember: IdSet, leaver: WorkerRecord | None
@@ -367,7 +384,8 @@ class FreeWorld:
         any_stay = self._any_stay(old.members, members)
         used = (old.used.union(parted) if any_stay else IdSet()).union(remember)
         left = old.left if any_stay or not members else IdSet()
-        return _Roster(old.version + 1, members, used, left.union(IdSet([leaver.id])) if leaver else left)
+        left = left.union(IdSet([leaver.id])) if leaver else left
+        return _Roster(old.version + 1, members, used, left, old.read)
 
     @staticmethod
     def _any_stay(old: Sequence[Member], new: Sequence[Member]) -> bool:
@@ -390,7 +408,7 @@ class FreeWorld:
     def _parse(self, text: str) -> _Roster:
         if not text:
             return _Roster()
-        read = dict(self._read_before)  # several threads come here
-        roster = self.kv.load(self._ROSTER, text, partial(_Roster.from_json, read))
-        self._read_before = read
+        read = partial(_Roster.from_json, self._read_before)
+        roster = self.kv.load(self._ROSTER, text, read, _read_form)
+        self._read_before = roster.read
         return roster
