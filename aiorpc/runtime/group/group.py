@@ -112,7 +112,7 @@ class Group:
 
     @property
     def leader(self) -> int:
-        """The id of the member to which all others keep a connection."""
+        """The id of the member that coordinates a group of fixed size."""
         return self._table.leader
 
     @property
@@ -121,7 +121,7 @@ class Group:
         return self._table.leads
 
     def start(self) -> None:
-        """Make this worker known to the leader."""
+        """Make this worker known to the leader; in a free group, to the oldest members."""
         self._carry_out(self._table.start())
 
     def is_gone(self, record: WorkerRecord) -> bool:

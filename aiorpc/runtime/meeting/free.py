@@ -31,8 +31,8 @@ from .patience import Patience
 # More than the workers that can join between two looks at the list.
 _LEAP = 1024
 # Seconds that one worker takes to enter the list, about. Seconds without a change of the list, before it is another
-# one's turn, and in addition for each that is ahead of that one.
-_TURN, _STALLED, _STALLED_EACH = 0.004, 0.25, 0.02
+# one's turn; in addition for each that is ahead of that one; and the most of these: ids may be missing.
+_TURN, _STALLED, _STALLED_EACH, _STALLED_LAST = 0.004, 0.1, 0.02, 0.5
 # Seconds of the first pause of workers that change the list at once; each further one may be twice as long.
 _FIRST_PAUSE = 0.005
 # The list is read again after so many looks without a change: who changed it may have died before it counted that.
@@ -365,9 +365,10 @@ class FreeWorld:
         Some of these may have died. While the list stays as it is, the next one goes on first, and then those behind.
         """
         first = seen = self.kv.number(self._CHANGES)
-        ahead, since = joins - 1 - max(_ids(self._read().members), default=joins - 1), time.monotonic()
+        roster, since = self._read(), time.monotonic()
+        ahead = joins - 1 - max(roster.used.union(_ids(roster.members)), default=joins - 1)
         while (left := first + ahead - seen) > 0 and patience.left():
-            if time.monotonic() > since + _STALLED + left * _STALLED_EACH:
+            if time.monotonic() > since + _STALLED + min(left * _STALLED_EACH, _STALLED_LAST):
                 return
             patience.stop.wait(min(_TURN * left, _STALLED))
             before, seen = seen, self.kv.number(self._CHANGES)
