@@ -63,6 +63,7 @@ leader at once, because a leader watches all members that it knows.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -349,8 +350,10 @@ class GroupTable:
         if not self.free or self.leaving not in (Leaving.WORKING, Leaving.STAYING):
             return []
         before, self._middle = self._middle, self.leader
-        follows = self.leads and before != self.worker_id
-        return [*self._attend(self._oldest()), *(Follow(each) for each in self._others() if follows)]
+        outputs = self._attend(self._oldest())
+        if self.leads and before != self.worker_id:
+            outputs += [Follow(record) for record in self._others()]
+        return outputs
 
     def unlisted(self) -> Outputs:
         """The list of a free group is gone: from now on members hear of each other only over their connections."""
@@ -358,9 +361,8 @@ class GroupTable:
 
     def _oldest(self) -> list[WorkerRecord]:
         """The watchers of a free group that are older than this worker: the others turn to it."""
-        oldest = self.live()[:WATCHERS]
-        ids = [record.id for record in oldest]
-        return oldest[: ids.index(self.worker_id)] if self.worker_id in ids else oldest
+        live = (record for record in self.members.values() if record.id not in self.gone)
+        return list(itertools.takewhile(lambda record: record.id != self.worker_id, itertools.islice(live, WATCHERS)))
 
     def _attend(self, members: Iterable[WorkerRecord]) -> Outputs:
         """Make this worker known to those that do not know it yet."""
