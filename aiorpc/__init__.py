@@ -9,6 +9,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
+from . import _forks  # noqa: F401  # before a program forks
 from ._exiting import end_at_exit
 from ._installed import warn_of_another
 from ._version import __version__ as __version__

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "undoing",
         "_typing",
     ),
-    ("_version", "_installed", "_exiting"),
+    ("_version", "_installed", "_exiting", "_forks"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -102,13 +102,7 @@ def all_stacks(nodes: list[Node]) -> str:
     of_thread = {call.thread: call for call in calls if call.thread and call.task is None}
     of_task = {call.task: call for call in calls if call.task is not None}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    made: dict[tuple[str, int] | None, list[str]] = defaultdict(list)
-    for peer in (each for node in nodes for each in node.peers.all()):
-        for each in list(peer.pending.calls.values()):
-            if not each.system:
-                since, site = time.monotonic() - each.started, describe_site(each._site)
-                at = f", made at {site}" if site else ""
-                made[each.parent].append(f"waits for {each.function} on worker {peer.name!r}, since {since:.1f} s{at}")
+    made = _made(nodes)
 
     def lines_of(call: ServedCall | None, places: Iterator[_Place]) -> list[str]:
         waits = [] if call is None else made[call.caller.name, call.call_id]
@@ -128,6 +122,18 @@ def all_stacks(nodes: list[Node]) -> str:
     if made[None]:
         parts.append(_part("the program", made[None]))
     return "\n".join(parts)
+
+
+def _made(nodes: list[Node]) -> defaultdict[tuple[str, int] | None, list[str]]:
+    """A line for each call that these workers wait for, by the call whose handler has made it; None: the program."""
+    made: defaultdict[tuple[str, int] | None, list[str]] = defaultdict(list)
+    for peer in (each for node in nodes for each in node.peers.all()):
+        for call in list(peer.pending.calls.values()):
+            if not call.system:
+                since, site = time.monotonic() - call.started, describe_site(call._site)
+                at = f", made at {site}" if site else ""
+                made[call.parent].append(f"waits for {call.function} on worker {peer.name!r}, since {since:.1f} s{at}")
+    return made
 
 
 def _serving(call: ServedCall | None) -> str:

@@ -67,7 +67,7 @@ async def test_it_shows_workers_calls_and_queues() -> None:
             await pilot.pause(0.01)
         workers = {row[0]: row for row in rows(app, "workers")}
         assert list(workers) == ["worker0", "worker1"] and workers["worker0"][1] == "running"
-        assert workers["worker0"][-1].endswith("MB")
+        assert workers["worker0"][-1].endswith(("MB", "GB"))
         assert float(made[0][4]) > 0 and made[0][5] == "" and made[0][6].endswith("s")
         assert rows(app, "queues") == [["jobs", "worker0", "1", "9", "0", "0", "1"]]
         assert trouble(app) == ""

@@ -57,6 +57,13 @@ async def fails_later() -> None:
         raise ValueError("its own error")
 
 
+def finds_its_argument_freed() -> None:
+    """As `RRef.local_value` of a reference of which the caller has let go."""
+    _gates[0].entered.set()
+    _gates[0].open.wait(LIMIT)
+    raise aiorpc.RpcError("reference (1, 6) names no value of this worker; it was freed")
+
+
 def waits_in_a_call(to: str) -> str:
     gate = _gates[0]
     try:
@@ -122,6 +129,19 @@ async def test_the_error_of_a_handler_whose_caller_has_given_up_is_told_once(
     said = record.getMessage()
     assert handler.__name__ in said and "worker1" in said and "worker0" in said and "its own error" in said
     assert ("has cancelled it" if how == "cancelled" else "the time that its caller had for it was up") in said
+
+
+async def test_a_reference_that_the_caller_freed_is_no_error_of_the_handler(
+    pair: list[Worker], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller that gives up lets go of its arguments, too: the handler was stopped, and nothing failed."""
+    call = pair[0].peer("worker1", timeout=0).call(finds_its_argument_freed)
+    await until(gate.entered.is_set)
+    call.cancel()
+    await until(lambda: pair[1].statistics().calls_cancelled == 1)
+    gate.open.set()
+    await until(lambda: lines(caplog, "was stopped"))
+    assert not lines(caplog, "no one waits")
 
 
 async def test_the_error_of_a_handler_whose_caller_has_died_is_told_once(

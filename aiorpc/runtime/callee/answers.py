@@ -331,9 +331,8 @@ class Answers:
         """
         if call.system or not call.begun:
             return
-        # An item that the ended connection did not send is no error of the handler's.
-        unsent = call.credit is not None and type(error) is RpcError
-        if call.cancelled and (unsent or foreign.is_a(error, _STOPPED)):
+        # No errors of the handler's: an item that the ended connection did not send, a reference that the caller freed.
+        if call.cancelled and (type(error) is RpcError or foreign.is_a(error, _STOPPED)):
             self.stopped(call)
             return
         if not counted:

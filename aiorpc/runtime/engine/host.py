@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import resource
-import secrets
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ from typing import TypedDict
 
 import torch
 
+from ..._forks import FAMILY
 from ..._version import __version__
 from ...protocol.identity import VERSION_LIMIT, WorkerRecord, legible
 
@@ -29,8 +29,6 @@ class Versions(TypedDict):
 
 
 _EXIT_CODE = 49  # its index among the fields of /proc/PID/stat, counted from the state
-# Made at import, so forked children share it: they have the same interactive main as their parent.
-_PROCESS = secrets.token_hex(16)
 
 
 def host_identity() -> str:
@@ -82,11 +80,11 @@ def main_identity() -> str:
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if not isinstance(file, str):
-        return f"process:{_PROCESS}"
+        return f"process:{FAMILY}"
     try:
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
-        return f"process:{_PROCESS}"
+        return f"process:{FAMILY}"
     # The spec of a run folder or zip archive has the name "__main__".
     name = getattr(getattr(main, "__spec__", None), "name", "__main__")
     return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
