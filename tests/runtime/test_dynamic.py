@@ -129,6 +129,29 @@ async def test_the_next_member_watches_when_the_watcher_dies(unconnected: list[W
     await until(lambda: names(unconnected[2]) == ["w1", "w2"])
 
 
+async def test_a_newcomer_hears_of_a_death_before_its_first_look(unconnected: list[Worker], store: Store) -> None:
+    """The list had that member when the newcomer joined, and has it no more when it looks."""
+    newcomer = await Worker("w4", store=store)
+    try:
+        await unconnected[2]._drop()
+        await until(lambda: names(newcomer) == ["w0", "w1", "w3", "w4"])
+    finally:
+        await newcomer.shutdown()
+
+
+async def test_a_member_that_dies_before_it_meets_a_watcher_is_lost(
+    unconnected: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest member turns to a newcomer that does not turn to it."""
+    monkeypatch.setattr(unconnected[0]._node.group, "watch", lambda record: False)  # they have one process
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "start", lambda group: None)
+        newcomer = await Worker("w4", store=store)
+    await newcomer._drop()
+    await until(lambda: "w4" in names(unconnected[1]))
+    await until(lambda: "w4" not in names(unconnected[1]))
+
+
 async def test_a_member_that_was_struck_off_and_lives_stays(unconnected: list[Worker]) -> None:
     """The list is no proof: another member is asked before it counts as lost."""
     victim = unconnected[2]._node

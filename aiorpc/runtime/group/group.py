@@ -106,7 +106,8 @@ class Group:
         self._failed: dict[int, str] = {}  # errors of leaving members, from their goodbyes, by id
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self.losses: int = 0  # how many members were lost, also those that are forgotten since
-        self._listed: set[str] = set()  # incarnations in the list of a free group, as it was seen last
+        self._listed: set[str] = {each.incarnation for each in records}  # in the list of a free group, as seen last
+        self._unmet: list[WorkerRecord] = []  # members that the last look at the list has shown first
         self._unlisted: dict[WorkerRecord, bool] = {}  # members that are not in it any more; whether they say they left
         self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
 
@@ -264,10 +265,16 @@ class Group:
 
         The list is no proof of an end: members that are not in it any more are asked, unless they are known to be gone.
         """
+        unmet, self._unmet = self._unmet, []
+        if self.leads and unmet:  # of a member that died before it turned to a watcher no connection tells
+            met = {service.record.incarnation for service in self._context.services}
+            self._carry_out(
+                [leaving.Follow(each) for each in unmet if not (each.incarnation in met or self.is_gone(each))]
+            )
         if listed is not None:
-            for record in listed.members:
-                if record.id not in self.members:
-                    self.on_joined(record)
+            self._unmet = [record for record in listed.members if record.id not in self.members]
+            for record in self._unmet:
+                self.on_joined(record)
             before, self._listed = self._listed, {record.incarnation for record in listed.members}
             idle = not self._unlisted
             for record in self.live():
