@@ -19,6 +19,7 @@ from . import (
     idle,
     latency,
     machine,
+    members,
     memory,
     messages,
     publishing,
@@ -85,6 +86,9 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     ),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers, 80),
     Measurement("groups", "a call to 32 workers at once, against a loop of calls", groups.groups, 0, compared=False),
+    Measurement(
+        "members", "free groups of 16 to 256 members: forming, a call to all", members.members, 0, compared=False
+    ),
     Measurement("queue", "items/s of a queue, small ones and of 1 MB", queues.queue, 0, compared=False),
     Measurement("idle", "processor time of idle workers", idle.idle, 13),
     Measurement("memory", "resident bytes per connection and per pending call", memory.memory, 20),

@@ -124,6 +124,9 @@ def _members(node: Node) -> list[SeenMember]:
             found[peer.name] = _member(peer.record, peer.state.value)
         if peer.name in found and peer.connection is not None:
             _add_traffic(found[peer.name], peer)
+    for record in node.group.live():  # in a free group some may not have been called
+        if record.name not in found:
+            found[record.name] = _member(record, PeerState.IDLE.value)
     for service in list(node.services):
         member = found.get(service.record.name)
         if member is not None:

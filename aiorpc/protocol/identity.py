@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import msgspec
@@ -125,16 +125,15 @@ class WorkerRecord:
 
     def to_wire(self) -> list[str | int]:
         """A flat list of strings and integers, in the order of the fields."""
-        return list(astuple(self))
+        return [getattr(self, name) for name in _FIELDS]
 
     @classmethod
     def from_wire(cls, value: object) -> WorkerRecord:
         """The record that `to_wire` made; ProtocolError names the first part that is malformed."""
-        names = [each.name for each in fields(cls)]
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != len(names):
-            raise ProtocolError(f"a worker record is a list of {len(names)} items, not {type(value).__name__}")
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != len(_FIELDS):
+            raise ProtocolError(f"a worker record is a list of {len(_FIELDS)} items, not {type(value).__name__}")
         try:
-            record = msgspec.convert(dict(zip(names, value, strict=True)), cls)
+            record = msgspec.convert(dict(zip(_FIELDS, value, strict=True)), cls)
         except MALFORMED as error:
             raise malformed("a worker record", error) from None
         if not all(is_text(each) for each in value if isinstance(each, str)):
@@ -149,3 +148,6 @@ class WorkerRecord:
         except RpcUsageError:
             raise ProtocolError("worker record: role must be one that a worker can have") from None
         return record
+
+
+_FIELDS = tuple(each.name for each in fields(WorkerRecord))

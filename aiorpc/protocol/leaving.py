@@ -1,8 +1,10 @@
 """Who is in a group, who leads it, and how all leave together: the decisions, without I/O and without time.
 
 A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
-leader sees a member die and tells the others; when it dies itself, the next one leads. A free group has no leader. A
-worker leaves by one rule: it closes its door, and goes once the calls that it had accepted by then are over. A member
+leader sees a member die and tells the others; when it dies itself, the next one leads. In a free group every member
+makes itself known to the oldest ones (`WATCHERS`), which see it die; the others see in the list of the group who comes
+and goes. Without that list all members connect with all. A worker leaves by one rule: it closes its door, and goes once
+the calls that it had accepted by then are over. A member
 of a free group does so as soon as its program asks. A fixed group leaves together, as torch programs expect: each
 member goes on serving until all have entered, and then all close their doors. A member that drains leaves by itself, in
 both; the others go on, and another process may take its place.
@@ -33,7 +35,9 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
    `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
    `test_l4_who_leads_after_a_goodbye_looks_after_the_rest`
 5. The leader is the live member with the lowest id, and only a member that believes itself the leader polls, answers or
-   reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`
+   reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`. In a free group
+   each member is known to the oldest live ones, also after losses.
+   `test_l5_a_member_of_a_free_group_is_known_to_the_oldest`, `test_l5_the_next_oldest_take_the_place_of_watchers`
 6. Nothing is sent to a member that is known to be gone. `test_l6_nothing_is_told_to_the_gone`
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
@@ -60,6 +64,7 @@ leader at once, because a leader watches all members that it knows.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -70,6 +75,9 @@ from .ids import IdSet
 from .places import Places
 from .states import LEAVING, RETURNING, ROUNDS, Leaving, PlaceState, ReturnEvent, Returning, Rounds, Step, Turn
 
+#: So many of the oldest members of a free group have a connection from each other member. Up to one more are a full
+#: mesh, and one of them may be stopped.
+WATCHERS = 4
 #: Least number of departed members of a free group that are remembered.
 REMEMBERED = 64
 
@@ -299,6 +307,7 @@ class GroupTable:
         self.returning: Returning = RETURNING.initial if joiner else Returning.MEMBER
         self._introducing: dict[int, set[int]] = {}  # by joining member: the members that have not answered yet
         self._middle = self.leader  # the leader to which we have last made ourselves known
+        self._attended: set[int] = set()  # of a free group: the members to which this worker has made itself known
         self._losses: list[tuple[WorkerRecord, str]] = []
         self._hosts_store = False
         self._waiting: dict[int, None] = {}  # members that have entered and wait for the answer, in that order
@@ -307,7 +316,9 @@ class GroupTable:
 
     @property
     def leader(self) -> int:
-        """The id of the member that coordinates a group of fixed size."""
+        """The id of the member that coordinates a group of fixed size; in a free group of the oldest."""
+        if self.free:  # the list has the oldest first, and later members come behind
+            return next((each for each in list(self.members) if each not in self.gone), self.worker_id)
         return min((record.id for record in self.live()), default=self.worker_id)
 
     @property
@@ -322,14 +333,43 @@ class GroupTable:
     # -- members come and go ----------------------------------------------------------------------------------------
 
     def start(self) -> Outputs:
-        """This worker is ready to serve: make it known to the leader, or to all members of a free group."""
-        if self.free:
-            return [Attend(record) for record in self._others()]
+        """This worker is ready to serve: make it known to the leader; in a free group, to the oldest members."""
         self._middle = self.leader
+        if self.free:
+            return self._attend(self._oldest())
         if self.leads:
             # A member may die before it has made itself known to us.
             return [Follow(record) for record in self._others()]
         return [Attend(self.members[self.leader])]
+
+    def turn(self) -> Outputs:
+        """In a free group, from time to time: old members may be gone, and the next ones watch in their place.
+
+        Not at once, because many may leave one after the other. A member that leaves does not need them. The oldest one
+        looks after all others: one of them may have died before it turned to this worker.
+        """
+        if not self.free or self.leaving not in (Leaving.WORKING, Leaving.STAYING):
+            return []
+        before, self._middle = self._middle, self.leader
+        outputs = self._attend(self._oldest())
+        if self.leads and before != self.worker_id:
+            outputs += [Follow(record) for record in self._others()]
+        return outputs
+
+    def unlisted(self) -> Outputs:
+        """The list of a free group is gone: from now on members hear of each other only over their connections."""
+        return self._attend(self._others()) if self.free else []
+
+    def _oldest(self) -> list[WorkerRecord]:
+        """The watchers of a free group that are older than this worker: the others turn to it."""
+        live = (record for record in self.members.values() if record.id not in self.gone)
+        return list(itertools.takewhile(lambda record: record.id != self.worker_id, itertools.islice(live, WATCHERS)))
+
+    def _attend(self, members: Iterable[WorkerRecord]) -> Outputs:
+        """Make this worker known to those that do not know it yet."""
+        unmet = [record for record in members if record.id not in self._attended]
+        self._attended.update(record.id for record in unmet)
+        return [Attend(record) for record in unmet]
 
     def join(self, record: WorkerRecord) -> Outputs:
         """A member announces itself, or the rendezvous names it. Nothing follows if it was known."""
@@ -376,6 +416,7 @@ class GroupTable:
         forgotten = self._departed.popleft()
         self.members.pop(forgotten.id, None)
         self.lost.pop(forgotten.id, None)
+        self._attended.discard(forgotten.id)
         return [Forget(forgotten)]
 
     def _others(self) -> list[WorkerRecord]:

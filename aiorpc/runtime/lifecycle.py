@@ -52,6 +52,8 @@ from .references.references import LeakedReference
 
 # Seconds before the first try to find a lost store again.
 _FIRST_PAUSE = 0.05
+# Members of a free group, from which on they look at its store more rarely.
+_MANY = 64
 # Seconds for the end of an abandoned step of joining.
 _GIVING_UP = 1.0
 # The least seconds for joining once more; 0 would be no limit.
@@ -631,11 +633,12 @@ async def _serve_rendezvous(node: Node) -> None:
     gone = occupied = False
     pause = bounds.serving_pause
     while True:
-        await asyncio.sleep(pause)
+        # Many members look more rarely: the store has one thread.
+        await asyncio.sleep(pause if gone else pause * max(1.0, len(node.group.members) / _MANY))
         try:
             if not gone:
                 look = partial(rendezvous.serve_joining, bounds.absence, parted=node.group.parted)
-                await engine.steps.run(look)
+                node.group.on_listed(await engine.steps.run(look))
                 continue
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
@@ -649,6 +652,7 @@ async def _serve_rendezvous(node: Node) -> None:
             if not gone:
                 said = "worker %s: %s. Members that know each other go on; joining members find none of them"
                 logger.warning(said, name, error)
+                node.group.on_unlisted()
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE

@@ -195,7 +195,7 @@ class Node:
         self.publications: Publications = Publications(self)
         stack.callback(self.publications.close)
         for record in meeting.records:
-            self.peers.add(record)
+            self.peers.note(record)
         stack.push_async_callback(self._let_go_of_devices)
         self.acceptor: Acceptor = Acceptor(self, meeting.listeners, meeting.secret)
         stack.callback(self.acceptor.close)

@@ -17,6 +17,7 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.ids import IdSet
 from aiorpc.protocol.leaving import (
     REMEMBERED,
+    WATCHERS,
     Activity,
     AnswerEnters,
     Attend,
@@ -207,8 +208,55 @@ def test_l5_a_lost_leader_is_replaced() -> None:
     assert make(2).lose(W[0], "why") == [Attend(W[1]), lost]
 
 
+def test_l5_a_member_of_a_free_group_is_known_to_the_oldest() -> None:
+    """L5: it makes itself known to a few, however many there are; without the list, to all."""
+    assert make(0, 6, free=True).start() == []
+    assert make(2, 6, free=True).start() == [Attend(W[0]), Attend(W[1])]
+    table = make(5, 6, free=True)
+    assert table.start() == [Attend(record) for record in W[:WATCHERS]]
+    assert table.turn() == []
+    assert table.unlisted() == [Attend(W[4])] and table.unlisted() == []
+    assert make(0).turn() == make(0).unlisted() == []
+
+
+def test_l5_the_next_oldest_take_the_place_of_watchers() -> None:
+    """L5: once this worker looks, and not at each departure. The oldest one follows all that are left."""
+    table = make(5, 6, free=True)
+    table.start()
+    table.lose(W[0], "why")
+    table.depart(W[3])
+    assert table.turn() == [Attend(W[4])] and table.turn() == []
+    oldest = make(1, 6, free=True)
+    oldest.start()
+    oldest.lose(W[0], "why")
+    assert oldest.turn() == [Follow(record) for record in W[2:]] and oldest.turn() == []
+    leaving = make(1, 6, free=True)
+    leaving.leave()
+    leaving.lose(W[0], "why")
+    assert leaving.turn() == []
+
+
+@pytest.mark.parametrize("size", [1_000, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.slow])])
+def test_joining_and_the_news_of_a_death_cost_a_member_a_bounded_number_of_messages(size: int) -> None:
+    """However many members a free group has: as they join, as a watcher dies, and as another member does."""
+    records = [replace(W[0], name=f"w{number}", id=number, incarnation=f"{number:x}") for number in range(size)]
+    sampled = [0, 1, WATCHERS, WATCHERS + 1, *random.Random(7).sample(range(2 * WATCHERS, size), 8), size - 1]
+    for number in sampled:
+        table = GroupTable(number, records[: number + 1], free=True)
+        assert len(table.start()) <= WATCHERS
+        for later in records[number + 1 :]:
+            assert table.join(later) == [Joined(later)] and table.turn() == []
+        for victim in (records[2], records[size // 2]):
+            told = [*table.lose(victim, "why"), *table.turn()]
+            lost, messages = (
+                [each for each in told if isinstance(each, Lost)],
+                [each for each in told if isinstance(each, (Attend, Follow, ReportLost))],
+            )
+            assert len(lost) == (number != victim.id) and len(messages) <= 1
+
+
 def test_l7_the_leader_tells_the_others_of_a_loss() -> None:
-    """L7: nobody else does, and nobody in a free group, where all are connected."""
+    """L7: nobody else does, and nobody in a free group, where the list shows it."""
     lost = Lost(W[2], "why", None)
     assert make(0, 4).lose(W[2], "why") == [ReportLost(W[1], W[2], "why"), ReportLost(W[3], W[2], "why"), lost]
     assert make(1, 4).lose(W[2], "why") == [lost]

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, Store
 import aiorpc
 from aiorpc import PeerLeft, PeerLost, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.errors import RendezvousError, UnknownWorker
+from aiorpc.protocol import leaving
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.calls.declared import pack
@@ -64,6 +65,101 @@ async def test_workers_come_and_go(store: Store) -> None:
     assert len({first.id, second.id, third.id}) == 3
     await second.shutdown()
     await third.shutdown()
+
+
+def connected(worker: Worker) -> set[str]:
+    """The members with which a worker has a connection."""
+    node = worker._node
+    called = {peer.name for peer in node.peers.all() if peer.connection is not None}
+    return called | {service.record.name for service in node.services}
+
+
+@pytest.fixture
+async def unconnected(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
+    """Four workers, the first of which watches; the others have no connection to each other."""
+    monkeypatch.setattr(leaving, "WATCHERS", 1)
+    workers = [await Worker(f"w{number}", store=store) for number in range(4)]
+    await until(lambda: all(len(names(worker)) == 4 for worker in workers))
+    await until(lambda: connected(workers[0]) == {"w1", "w2", "w3"})
+    yield workers
+    for worker in reversed(workers):
+        await worker.shutdown()
+
+
+async def test_a_member_is_known_without_a_connection(unconnected: list[Worker]) -> None:
+    """A connection opens with the first call; a call to all reaches all."""
+    assert [connected(worker) for worker in unconnected[1:]] == [{"w0"}] * 3
+    assert await unconnected[1].call("w2", where) == "w2"
+    assert [connected(worker) for worker in unconnected[1:]] == [{"w0", "w2"}, {"w0", "w1"}, {"w0"}]
+    answers = await unconnected[3].group(["w0", "w1", "w2"]).call(where)
+    assert list(answers.values()) == ["w0", "w1", "w2"]
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "leaves"])
+async def test_the_end_of_a_member_is_heard_of_without_a_connection(unconnected: list[Worker], dies: bool) -> None:
+    """By the list of the group: as a loss or as a goodbye, once, with an event."""
+    events = unconnected[1].events()
+    await (unconnected[3]._drop() if dies else unconnected[3].shutdown())
+    async with asyncio.timeout(LIMIT):
+        event = await anext(events)
+    assert type(event) is (aiorpc.events.WorkerLost if dies else aiorpc.events.WorkerLeft) and event.worker.name == "w3"
+    assert connected(unconnected[1]) == {"w0"} and names(unconnected[1]) == ["w0", "w1", "w2"]
+    with pytest.raises(PeerLost if dies else PeerLeft):
+        await unconnected[1].call("w3", where)
+
+
+async def test_a_call_to_a_dead_member_fails_before_its_death_is_known(unconnected: list[Worker]) -> None:
+    """Without a connection, and without the list: its address refuses."""
+    await asyncio.gather(unconnected[3]._drop(), *(fails_with_loss(worker) for worker in unconnected[1:3]))
+
+
+async def fails_with_loss(worker: Worker) -> None:
+    while True:
+        try:
+            await worker.call("w3", where)
+        except PeerLost:
+            return
+
+
+async def test_the_next_member_watches_when_the_watcher_dies(unconnected: list[Worker]) -> None:
+    """The others turn to it, and hear of a death as before."""
+    await unconnected[0]._drop()
+    await until(lambda: connected(unconnected[1]) == {"w2", "w3"})
+    await unconnected[3]._drop()
+    await until(lambda: names(unconnected[2]) == ["w1", "w2"])
+
+
+async def test_a_newcomer_hears_of_a_death_before_its_first_look(unconnected: list[Worker], store: Store) -> None:
+    """The list had that member when the newcomer joined, and has it no more when it looks."""
+    newcomer = await Worker("w4", store=store)
+    try:
+        await unconnected[2]._drop()
+        await until(lambda: names(newcomer) == ["w0", "w1", "w3", "w4"])
+    finally:
+        await newcomer.shutdown()
+
+
+async def test_a_member_that_dies_before_it_meets_a_watcher_is_lost(
+    unconnected: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest member turns to a newcomer that does not turn to it."""
+    monkeypatch.setattr(unconnected[0]._node.group, "watch", lambda record: False)  # they have one process
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "start", lambda group: None)
+        newcomer = await Worker("w4", store=store)
+    await newcomer._drop()
+    await until(lambda: "w4" in names(unconnected[1]))
+    await until(lambda: "w4" not in names(unconnected[1]))
+
+
+async def test_a_member_that_was_struck_off_and_lives_stays(unconnected: list[Worker]) -> None:
+    """The list is no proof: another member is asked before it counts as lost."""
+    victim = unconnected[2]._node
+    unconnected[0]._node.rendezvous.leave(victim.engine.record)
+    await until(lambda: "w2" in connected(unconnected[1]))
+    set_bounds(unconnected[2], absence=0.0)
+    await until(lambda: len(unconnected[3]._node.rendezvous.members()) == 4)
+    assert [names(worker) for worker in unconnected] == [["w0", "w1", "w2", "w3"]] * 4
 
 
 async def test_a_call_to_a_name_not_there_yet_waits_for_it(store: Store) -> None:

@@ -67,6 +67,8 @@ class Peers:
     ask for any number of names. A thread may have found such a peer just before, and call it: `_let_go` holds it
     weakly, for its deadlines, and `locate` enters it again.
 
+    In a free group a member that this worker has not called has no peer, only its record, in `_noted`.
+
     In a group of fixed size only the record and the error of a replaced worker are kept, in `_replaced`: references may
     still name it, and calls to it end with the error.
     """
@@ -80,6 +82,7 @@ class Peers:
         self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the latest worker of each rank
         self._resting: dict[Peer, None] = {}  # peers of names without a worker, oldest first
         self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by ``id(peer)``
+        self._noted: dict[str | int, WorkerRecord] = {}  # by id and by name
         self._replaced: dict[int, tuple[WorkerRecord, RpcError]] = {}
         self._lock = Lock()
         self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # not begun yet
@@ -123,6 +126,8 @@ class Peers:
         peer = self._peers.get(at) if _is_key(key) else None  # another object may not be hashable
         if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed):
             return peer
+        if peer is None and self._dynamic and _is_key(key) and (noted := self._noted.get(key)) is not None:
+            return self.add(noted)
         self._engine.lifetime.check_open()
         if not _is_key(key):
             raise RpcUsageError(no_worker(to))
@@ -130,6 +135,8 @@ class Peers:
             raise UnknownWorker(f"could not find destination worker {to!r}; the group has {self._names()}")
         with self._lock:
             peer = self._peers.get(key)
+            if peer is None and (noted := self._noted.get(key)) is not None:
+                return self._enter(noted)
             if peer is None or peer.gone is not None:
                 peer = self._peers[key] = self._make(check_name(key), None, _last_holder(peer))
                 self._rest(peer)
@@ -165,6 +172,8 @@ class Peers:
         peer = self._peers.get(worker_id)
         if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
             return peer
+        if (noted := self._noted.get(worker_id)) is not None:
+            return self.add(noted)
         if not self._dynamic:
             replaced = self._replaced.get(worker_id)
             if replaced is not None:
@@ -174,9 +183,19 @@ class Peers:
             return peer
         with self._lock:
             peer = self._peers.get(worker_id)
+            if peer is None and (noted := self._noted.get(worker_id)) is not None:
+                return self._enter(noted)
             if peer is None or _was_not_found(peer):
                 peer = self._peers[worker_id] = self._make(_name_of(worker_id), None)
             return peer
+
+    def note(self, record: WorkerRecord) -> None:
+        """A member is known. In a free group, which may be large, it gets a peer with the first use."""
+        with self._lock:
+            if self._dynamic and record.id not in self._peers and record.name not in self._peers:
+                self._noted[record.id] = self._noted[record.name] = record
+                return
+        self.add(record)
 
     def add(self, record: WorkerRecord) -> Peer:
         """The peer of a record, entered under its id and, unless another worker of that name lives, its name."""
@@ -184,34 +203,47 @@ class Peers:
         if replaced is not None:
             return self._make_gone(*replaced)
         with self._lock:
-            peer = self._peers.get(record.id)
-            if peer is None or _was_not_found(peer):
-                waiting = self._peers.get(record.name)
-                unknown = waiting is not None and waiting.record is None and waiting.gone is None
-                peer = waiting if waiting is not None and unknown else self._make(record.name, record)
-            if peer.record is None:
-                peer.identify(record)
-                self._resting.pop(peer, None)
-            peer.rename(record.name)
-            self._peers[record.id] = peer
-            if not self._dynamic:
-                before = self._ranks.get(record.rank, -1)
-                self._ranks[record.rank] = max(record.id, before)
-            named = self._peers.get(record.name)
-            if self._gives_way(named, record):
-                if named is not None and named is not peer and named.gone is None:
-                    self._peers[_name_of(record.id)] = named  # keeps its calls in `all`
-                self._peers[record.name] = peer
-            if not self._dynamic:
-                self._reduce(before)
+            peer = self._enter(record)
         search = self._searches.get(peer)
         if search is not None:
             self._engine.call_on_loop(search.set)
         return peer
 
+    def _enter(self, record: WorkerRecord) -> Peer:
+        """As `add`, under the lock."""
+        self._drop_note(record)
+        peer = self._peers.get(record.id)
+        if peer is None or _was_not_found(peer):
+            waiting = self._peers.get(record.name)
+            unknown = waiting is not None and waiting.record is None and waiting.gone is None
+            peer = waiting if waiting is not None and unknown else self._make(record.name, record)
+        if peer.record is None:
+            peer.identify(record)
+            self._resting.pop(peer, None)
+        peer.rename(record.name)
+        self._peers[record.id] = peer
+        if not self._dynamic:
+            before = self._ranks.get(record.rank, -1)
+            self._ranks[record.rank] = max(record.id, before)
+        named = self._peers.get(record.name)
+        if self._gives_way(named, record):
+            if named is not None and named is not peer and named.gone is None:
+                self._peers[_name_of(record.id)] = named  # keeps its calls in `all`
+            self._peers[record.name] = peer
+        if not self._dynamic:
+            self._reduce(before)
+        return peer
+
+    def _drop_note(self, record: WorkerRecord) -> None:
+        for key in (record.id, record.name):
+            noted = self._noted.get(key)
+            if noted is not None and noted.id == record.id:
+                del self._noted[key]
+
     def forget(self, record: WorkerRecord) -> None:
         """Drop a worker of a free group that has been gone for long, with its error."""
         with self._lock:
+            self._drop_note(record)
             peer = self._peers.get(record.id)
             for key in (record.id, record.name, _name_of(record.id)):
                 if self._peers.get(key) is not peer:
@@ -309,7 +341,9 @@ class Peers:
         peer = self._peers.get(worker_id)
         if peer is not None:
             return peer.name
-        replaced = self._replaced.get(worker_id)
+        noted, replaced = self._noted.get(worker_id), self._replaced.get(worker_id)
+        if noted is not None:
+            return noted.name
         return replaced[0].name if replaced is not None else _name_of(worker_id)
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
@@ -431,6 +465,7 @@ class Peers:
 
     def _adopt(self, peer: Peer, record: WorkerRecord) -> None:
         with self._lock:
+            self._drop_note(record)
             peer.identify(record)
             self._peers.setdefault(record.id, peer)
             self._resting.pop(peer, None)

@@ -248,6 +248,7 @@ class Acceptor:
         """
         service = Service(self.context, record, connection, link_number, sure)
         self.context.services.add(service)
+        self.context.group.on_met(record)
         self.context.peers.of(record)
         self.context.group.watch(record)
         return service

@@ -33,6 +33,7 @@ from ..calls.functions import system
 from ..engine.host import how_ended, is_gone, provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
+from ..meeting.free import Listed
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
 from .departure import Departure
@@ -48,6 +49,8 @@ _EXIT_GRACE = 0.05
 _DYING, _LOOK = 0.1, 0.002
 # Seconds between a goodbye and the end of calls to that worker: replies may come over another connection.
 _GOODBYE_GRACE = 1.0
+# Members that are not in the list any more are asked so many at once, by one worker.
+_ASKED_AT_ONCE = 16
 # Characters of a reported cause of a member's end.
 CAUSE_LIMIT = 1000
 
@@ -105,6 +108,9 @@ class Group:
         self._failed: dict[int, str] = {}  # errors of leaving members, from their goodbyes, by id
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self.losses: int = 0  # how many members were lost, also those that are forgotten since
+        self._listed: set[str] = {each.incarnation for each in records}  # in the list of a free group, as seen last
+        self._unmet: list[WorkerRecord] = []  # members that the last look at the list has shown first
+        self._unlisted: dict[WorkerRecord, bool] = {}  # members that are not in it any more; whether they say they left
         self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
 
     @property
@@ -118,7 +124,7 @@ class Group:
         return self._table.leads
 
     def start(self) -> None:
-        """Make this worker known to the leader; in a free group, to all members."""
+        """Make this worker known to the leader; in a free group, to the oldest members."""
         self._carry_out(self._table.start())
 
     def is_gone(self, record: WorkerRecord) -> bool:
@@ -214,7 +220,7 @@ class Group:
                 self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
                 self._context.references.admit(member.id)
-                self._context.peers.add(member)
+                self._context.peers.note(member)
                 self._context.events.publish(WorkerJoined(member.info))
             case leaving.Replaced(member, before):
                 logger.info("worker %s: %s has taken the place of %s", self._engine.name, member.describe(), before.pid)
@@ -253,9 +259,56 @@ class Group:
         if self.is_gone(record):
             return  # the rendezvous may list it a little longer
         self.departure.heard.add(record.id)
-        self._context.peers.add(record)
+        self._context.peers.note(record)
         self._versions.tell([record])
         self._carry_out(self._table.join(record))
+
+    def on_met(self, record: WorkerRecord) -> None:
+        """A worker has proved itself over a connection. In a free group it may not have been known."""
+        if self._table.free:
+            self.on_joined(record)
+
+    def on_listed(self, listed: Listed | None) -> None:
+        """This worker has looked at the list of its free group. listed: what stands there; None if that is as before.
+
+        The list is no proof of an end: members that are not in it any more are asked, unless they are known to be gone.
+        """
+        unmet, self._unmet = self._unmet, []
+        if self.leads and unmet:  # of a member that died before it turned to a watcher no connection tells
+            met = {service.record.incarnation for service in self._context.services}
+            self._carry_out(
+                [leaving.Follow(each) for each in unmet if not (each.incarnation in met or self.is_gone(each))]
+            )
+        if listed is not None:
+            self._unmet = [record for record in listed.members if record.id not in self.members]
+            for record in self._unmet:
+                self.on_joined(record)
+            before, self._listed = self._listed, {record.incarnation for record in listed.members}
+            idle = not self._unlisted
+            for record in self.live():
+                if record.incarnation in before and record.incarnation not in self._listed:
+                    self._unlisted[record] = record.id in listed.left
+            if self._unlisted and idle:
+                for _ in range(_ASKED_AT_ONCE):
+                    self._engine.tasks.spawn(self._ask_unlisted())
+        self._carry_out(self._table.turn())
+
+    def on_unlisted(self) -> None:
+        """The list of the free group is gone, with its store: members hear of each other over connections alone."""
+        self._carry_out(self._table.unlisted())
+
+    async def _ask_unlisted(self) -> None:
+        while self._unlisted and not self._engine.closed:
+            record, left = self._unlisted.popitem()
+            if self.is_gone(record) or record.id == self._engine.id:
+                continue
+            dead = provably_dead(record, self._engine.record.host)
+            if not dead and await self._indirect_probe.is_together(record, self._engine.record):
+                continue  # a member that cannot reach it has struck it off; its end shows over the connection, now
+            if left:
+                self._on_left(record)
+            else:
+                await self._look_and_lose(record, "it was struck off the list of its group, and cannot be reached")
 
     def on_process_exit(self, record: WorkerRecord) -> None:
         """The process of a member has ended."""

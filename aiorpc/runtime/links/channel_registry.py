@@ -11,7 +11,9 @@ here, and never loads anything.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
@@ -42,7 +44,7 @@ def find_channels(worker: Any) -> list[InstalledChannel]:
     """The installed channels, for a worker that starts. A channel that cannot be loaded is logged and left out."""
     found = [InstalledChannel(number, entry.load()(worker)) for number, entry in OURS.items()]
     names = {each.context.name for each in found}
-    for entry in sorted(entry_points(group=GROUP)):
+    for entry in _of_others(tuple(sys.path)):
         try:
             context = entry.load()(worker)
             if not isinstance(context, ChannelContext) or not context.name or context.name in names:
@@ -53,6 +55,15 @@ def find_channels(worker: Any) -> list[InstalledChannel]:
         names.add(context.name)
         found.append(InstalledChannel(0, context))
     return found
+
+
+@lru_cache(1)
+def _of_others(_: tuple[str, ...]) -> list[EntryPoint]:
+    """The channels of other packages. The argument is `sys.path`, on which that depends.
+
+    Reading about all packages takes 10 ms, and a process may have many workers.
+    """
+    return sorted(entry_points(group=GROUP))
 
 
 def at_once(registered: list[InstalledChannel]) -> list[InstalledChannel]:

@@ -1,15 +1,20 @@
 """Agreeing on who is in a group that workers join and leave at any time, on top of a key-value store.
 
 Blocking; every wait polls within a `Patience`. The keys are those of generation 1: ``1/roster`` is the list of the
-members, ``1/ids`` counts the ids given out.
+members, ``1/ids`` counts the ids given out, and ``1/changes`` the changes of the list, so that a regular look reads one
+number while nothing changes.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
@@ -17,7 +22,6 @@ from ...locks import Lock
 from ...logs import logger
 from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
-from ...protocol.leaving import REMEMBERED
 from ..engine.host import host_identity, provably_dead
 from .fixed import check_unmixed
 from .key_value import KeyValueClient
@@ -26,33 +30,69 @@ from .patience import Patience
 
 # More than the workers that can join between two looks at the list.
 _LEAP = 1024
+# Seconds that one worker takes to enter the list, about. Seconds without a change of the list, before it is another
+# one's turn; in addition for each that is ahead of that one; and the most of these: ids may be missing.
+_TURN, _STALLED, _STALLED_EACH, _STALLED_LAST = 0.004, 0.1, 0.02, 0.5
+# Seconds of the first pause of workers that change the list at once; each further one may be twice as long.
+_FIRST_PAUSE = 0.005
+# The list is read again after so many looks without a change: who changed it may have died before it counted that.
+_LOOKS = 20
 MakeRecord = Callable[[int], WorkerRecord]
+#: By what stands in the list of a member: the member that was read from it.
+Read = dict[bytes, Member]
+
+
+class Listed(NamedTuple):
+    """The members in the list, oldest first. left: the ids of those that left in good order while others stayed."""
+
+    members: Sequence[WorkerRecord]
+    left: IdSet
+
+
+class _Form(msgspec.Struct):
+    """The list as JSON. An entry of a member is read by itself, and only once: the others are as they were."""
+
+    version: int
+    members: list[msgspec.Raw]
+    used: list[tuple[int, int]]
+    left: list[tuple[int, int]]
 
 
 class _Roster(NamedTuple):
     """The content of the list. used: the ids of members that left while others stayed.
 
-    left: the incarnations of the last members that left in good order.
+    left: the ids among these of members that left in good order. read: the members, as of `Read`.
     """
 
     version: int = 0
     members: Sequence[Member] = ()
     used: IdSet = IdSet()
-    left: Sequence[str] = ()
+    left: IdSet = IdSet()
+    read: Read = {}  # noqa: RUF012  # never changed
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> str:
         """The form `from_json` reads."""
-        members = [member.to_json() for member in self.members]
-        return {"version": self.version, "members": members, "used": self.used.ranges(), "left": [*self.left]}
+        entries = {id(member): entry for entry, member in self.read.items()}
+        members = [msgspec.Raw(entries.get(id(each)) or msgspec.json.encode(each.to_json())) for each in self.members]
+        form = _Form(self.version, members, self.used.ranges(), self.left.ranges())
+        return msgspec.json.encode(form).decode()
 
     @classmethod
-    def from_json(cls, value: Any) -> _Roster:
-        """The list; ValueError, TypeError or LookupError if `value` is none."""
-        version, members, left = value["version"], value["members"], value["left"]
-        if type(version) is not int or type(members) is not list or type(left) is not list:
-            raise ValueError("no roster")
-        found = [Member.from_json(item) for item in members]
-        return cls(version, found, IdSet.from_ranges(value["used"]), ["" + each for each in left])
+    def from_json(cls, read: Read, form: _Form) -> _Roster:
+        """The list; ValueError, TypeError or LookupError if `form` is none. read: members that were read before."""
+        found: Read = {}
+        for entry in map(bytes, form.members):
+            known = read.get(entry)
+            found[entry] = Member.from_json(json.loads(entry)) if known is None else known
+        used, left = IdSet.from_ranges(form.used), IdSet.from_ranges(form.left)
+        return cls(form.version, list(found.values()), used, left, found)
+
+
+def _read_form(text: str) -> _Form:
+    try:
+        return msgspec.json.decode(text, type=_Form)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
 
 
 def _ids(members: Sequence[Member]) -> IdSet:
@@ -67,7 +107,7 @@ class FreeWorld:
     """
 
     generation = 1
-    _ROSTER = "1/roster"
+    _ROSTER, _CHANGES = "1/roster", "1/changes"
 
     def __init__(self, kv: KeyValueClient, rank: int | None, *, proof: Proof) -> None:
         self.kv = kv
@@ -79,6 +119,9 @@ class FreeWorld:
         self.struck: set[str] = set()  # incarnations of members that are gone, also where the store lacks that
         self._own: Member | None = None  # this worker's last entry in the list
         self._beside = _Roster()
+        self._read_before: Read = {}
+        self._checked: dict[str, Member] = {}  # members with a right seal, by incarnation
+        self._changes, self._looks = "", 0  # the count at the last look at the list, and the looks since
         self._off_since: float | None = None  # when this worker first saw that others had struck it off
         self._leaves = self._replaced = False
 
@@ -105,8 +148,7 @@ class FreeWorld:
                     f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
                     f"leave the rank of {record.name} out, or give another"
                 )
-            for member in alive:
-                member.check(self.proof.key, self.generation)
+            self._check(alive)
             for other in (member.record for member in alive):
                 if other.name == record.name:
                     hint = same_process(other, record)
@@ -119,7 +161,7 @@ class FreeWorld:
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
-        return self._change(enter, patience)
+        return self._change(enter, patience, joins=record.id if self.rank is None else None)
 
     def founded(self) -> bool:
         """Whether the list has ever had a member."""
@@ -132,9 +174,9 @@ class FreeWorld:
     def say_farewell(self, record: WorkerRecord) -> None:
         """Take this worker, which has that record, off the list: it leaves in good order."""
         self._leaves = True
-        self._strike_off(record, leaver=record.incarnation)
+        self._strike_off(record, leaver=record)
 
-    def _strike_off(self, record: WorkerRecord, leaver: str = "") -> None:
+    def _strike_off(self, record: WorkerRecord, leaver: WorkerRecord | None = None) -> None:
         def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
@@ -177,8 +219,11 @@ class FreeWorld:
             logger.warning(said, record.name, "it lives, and has entered that again, so that joining members find it")
 
     def has_left(self, record: WorkerRecord) -> bool:
-        """Whether it is among the last members that took themselves off the list."""
-        return record.incarnation in self._read().left
+        """Whether it has taken itself off the list."""
+        roster = self._read()
+        return record.id in roster.left and all(
+            each.record.incarnation != record.incarnation for each in roster.members
+        )
 
     def resume(
         self, before: FreeWorld, record: WorkerRecord, patience: Patience, written: Mapping[str, str] | None = None
@@ -189,7 +234,7 @@ class FreeWorld:
         is written first: a worker that finds this one finds these keys, too. False if others have begun a group of
         their own here. RendezvousError if another worker has joined here under this worker's name.
         """
-        _, old, used, _ = before.newest
+        old, used = before.newest.members, before.newest.used
         self._own, self._beside = before._own, before._beside
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
@@ -231,19 +276,48 @@ class FreeWorld:
     def members(self) -> list[Member]:
         """The members in the list now, oldest first. RendezvousError if one lacks the seal of AIORPC_SECRET."""
         members = self._read().members
-        for member in self.alive(members):
-            member.check(self.proof.key, self.generation)
+        strange = [member for member in members if not self._is_known(member)]
+        self._check(self.alive(strange))
         # Dead members of another group may still be in the list.
-        return [member for member in members if member.is_known(self.proof.key, self.generation)]
+        return [member for member in members if member not in strange] if strange else [*members]
+
+    def look(self) -> Listed | None:
+        """The list, if it may have changed since the last look; else None. RendezvousError as of `members`."""
+        changes = self.kv.get(self._CHANGES) or ""
+        self._looks += 1
+        if changes == self._changes and self._looks < _LOOKS:
+            return None
+        records = [member.record for member in self.members()]
+        self._changes, self._looks = changes, 0
+        return Listed(records, self.newest.left)
+
+    def _is_known(self, member: Member) -> bool:
+        """As `Member.is_known`; each member's seal is computed once."""
+        if self._checked.get(member.record.incarnation) is member:
+            return True
+        known = member.is_known(self.proof.key, self.generation)
+        if known:
+            self._checked[member.record.incarnation] = member
+        return known
+
+    def _check(self, members: Sequence[Member]) -> None:
+        """RendezvousError if a seal is wrong."""
+        for member in members:
+            if not self._is_known(member):
+                member.check(self.proof.key, self.generation)
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
-        return [member for member in members if not provably_dead(member.record, self._here)]
+        dead: dict[tuple[str, int], bool] = {}  # a process may have several members
+        for record in (member.record for member in members):
+            if (record.host, record.pid) not in dead:
+                dead[record.host, record.pid] = provably_dead(record, self._here)
+        return [member for member in members if not dead[member.record.host, member.record.pid]]
 
     def _free_id(self) -> int:
         """An id that no member has or had; the counter never goes back."""
-        _, members, used, _ = self._read()
-        taken = used.union(_ids(members))
+        roster = self._read()
+        taken = roster.used.union(_ids(roster.members))
         while (candidate := self.kv.count("1/ids") - 1) in taken:
             pass
         if candidate >= ID_LIMIT:
@@ -258,30 +332,61 @@ class FreeWorld:
         change: Callable[[list[Member], IdSet], list[Member]],
         patience: Patience,
         remember: IdSet = IdSet(),  # noqa: B008  # immutable
-        leaver: str = "",
+        leaver: WorkerRecord | None = None,
+        joins: int | None = None,
     ) -> list[Member]:
         """Replace the list by the result of `change`, which gets the list and the used ids; the new list.
 
-        remember: ids used in an earlier store. leaver: the incarnation of a member that leaves in good order.
+        remember: ids used in an earlier store. leaver: a member that leaves in good order. joins: the id of a worker
+        that joins, if ids come in order.
         """
-        before = self.kv.get(self._ROSTER) or ""
+        pause = 0.0
         for _ in patience.tries():
-            version, old, used, gone = self._parse(before)
-            members = change([*old], used)
-            # Members that stay remember the ids of members that left. If none stays, all ids are free again.
-            stay = {member.record.id for member in members}
-            left = IdSet(member.record.id for member in old if member.record.id not in stay)
-            used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
-            # The version makes each text unique, so a list that changed and changed back is still seen to differ.
-            gone = [*gone, leaver][-REMEMBERED:] if leaver and leaver not in gone else gone
-            changed = _Roster(version + 1, members, used, gone)
-            after = json.dumps(changed.to_json())
-            held = self.kv.swap(self._ROSTER, before, after)
-            if held == after:
+            if joins is not None:
+                self._await_turn(joins, patience)
+            else:
+                patience.stop.wait(min(random.uniform(0.0, pause), patience.left()))
+                pause = 2 * pause or _FIRST_PAUSE
+            before = self.kv.get(self._ROSTER) or ""
+            old = self._parse(before)
+            self._keep(old)
+            members = change([*old.members], old.used)
+            changed = self._changed(old, members, remember, leaver)
+            after = changed.to_json()
+            if self.kv.swap(self._ROSTER, before, after) == after:
                 self._keep(changed)
+                self.kv.count(self._CHANGES)
                 return members
-            before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
+
+    def _await_turn(self, joins: int, patience: Patience) -> None:
+        """Let those with lower ids into the list first: many that change it at once only hinder each other.
+
+        Some of these may have died. While the list stays as it is, the next one goes on first, and then those behind.
+        """
+        first = seen = self.kv.number(self._CHANGES)
+        roster, since = self._read(), time.monotonic()
+        ahead = joins - 1 - max(roster.used.union(_ids(roster.members)), default=joins - 1)
+        while (left := first + ahead - seen) > 0 and patience.left():
+            if time.monotonic() > since + _STALLED + min(left * _STALLED_EACH, _STALLED_LAST):
+                return
+            patience.stop.wait(min(_TURN * left, _STALLED))
+            before, seen = seen, self.kv.number(self._CHANGES)
+            since = time.monotonic() if seen != before else since
+
+    def _changed(
+        self, old: _Roster, members: Sequence[Member], remember: IdSet, leaver: WorkerRecord | None
+    ) -> _Roster:
+        """The list with those members in place of the old ones. The version makes each text unique: a list that
+        changed and changed back is still seen to differ."""
+        # Members that stay remember the ids of members that left. If none stays, all ids are free again.
+        stay = {member.record.id for member in members}
+        parted = IdSet(member.record.id for member in old.members if member.record.id not in stay)
+        any_stay = self._any_stay(old.members, members)
+        used = (old.used.union(parted) if any_stay else IdSet()).union(remember)
+        left = old.left if any_stay or not members else IdSet()
+        left = left.union(IdSet([leaver.id])) if leaver else left
+        return _Roster(old.version + 1, members, used, left, old.read)
 
     @staticmethod
     def _any_stay(old: Sequence[Member], new: Sequence[Member]) -> bool:
@@ -302,4 +407,9 @@ class FreeWorld:
                 self.struck.intersection_update({member.record.incarnation for member in roster.members})
 
     def _parse(self, text: str) -> _Roster:
-        return self.kv.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()
+        if not text:
+            return _Roster()
+        read = partial(_Roster.from_json, self._read_before)
+        roster = self.kv.load(self._ROSTER, text, read, _read_form)
+        self._read_before = roster.read
+        return roster

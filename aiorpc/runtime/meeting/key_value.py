@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -121,11 +121,13 @@ class KeyValueClient:
             raise self.rubbish(key, "no number")
         return int(text)
 
-    def load(self, key: str, text: str, shape: Callable[[object], T]) -> T:
-        """What `shape` makes of the JSON under a key. For other content it may raise what reading a wrong shape
-        raises."""
+    def load(self, key: str, text: str, shape: Callable[[Any], T], parse: Callable[[str], object] = json.loads) -> T:
+        """What `shape` makes of the JSON under a key. For other content it may raise what reading a wrong shape raises.
+
+        parse: reads the JSON.
+        """
         try:
-            return shape(json.loads(text))
+            return shape(parse(text))
         except PeerRefused as error:
             raise RendezvousError(f"cannot meet at {self._place}: {error}") from None
         except RendezvousError as error:

@@ -27,7 +27,7 @@ from ...protocol.identity import WorkerRecord
 from ...undoing import on_error
 from .agreeing import Agreement, check_alike
 from .fixed import FixedWorld
-from .free import FreeWorld
+from .free import FreeWorld, Listed
 from .job_place import JobFolder, mark_job, open_job_port
 from .key_value import KeyValueClient, from_hex
 from .meeting_place import MeetingPlace, check_ranks, is_loopback, local_address, parse
@@ -431,19 +431,22 @@ class Rendezvous:
         self._kv, self._world = kv, world
         return True
 
-    def serve_joining(self, absence: float = 0.0, *, parted: bool = False) -> None:
-        """Read the list of members, and let joining members find the secret. It does not wait.
+    def serve_joining(self, absence: float = 0.0, *, parted: bool = False) -> Listed | None:
+        """Look at the list of members, and let joining members find the secret. It does not wait.
 
-        A member of a free group calls this regularly. If others have kept this worker off the list for `absence`
-        seconds, it enters the list again, see `FreeWorld.stay`. StoreGone if the store has gone. OSError if the key of
-        this user has gone and cannot be written again.
+        A member of a free group calls this regularly. It returns the list, or None if nothing has changed there since
+        the last look. If others have kept this worker off the list for `absence` seconds, it enters the list again, see
+        `FreeWorld.stay`. StoreGone if the store has gone. OSError if the key of this user has gone and cannot be
+        written again.
         """
         world = self._world
-        if isinstance(world, FreeWorld):
-            members = world.members()  # also if there is nothing to hand out: see `meet_again`
-            world.stay(self.record, absence, parted=parted)
-            if self._agreement is not None:
-                self._agreement.serve(self._kv, f"{self.generation}/secret", world.alive(members))
+        if not isinstance(world, FreeWorld):
+            return None
+        listed = world.look()  # also if there is nothing to hand out: see `meet_again`
+        world.stay(self.record, absence, parted=parted)
+        if self._agreement is not None:
+            self._agreement.serve(self._kv, f"{self.generation}/secret", world.newest.members if listed else ())
+        return listed
 
     def _whole_proof(self) -> Proof:
         return replace(self._proof, key=self._key[1] if self._key is not None else None)
