@@ -97,3 +97,19 @@ def test_the_script_of_a_job_is_no_task(slurm: Slurm) -> None:
     program = "import aiorpc as rpc; rpc.init_rpc('w')"
     log = slurm.submit(f'#!/bin/bash\n#SBATCH --ntasks 2\npython -c "{program}"\n').wait(LIMIT, "FAILED")
     assert "RendezvousError: init_method env:// needs the environment variable RANK" in log
+
+
+def test_scancel_drains(slurm: Slurm) -> None:
+    """SIGTERM comes while calls are under way: each that was accepted runs to its end and is answered."""
+    script = (
+        "#!/bin/bash\n#SBATCH --nodes 2 --ntasks-per-node 1\n"
+        "export AIORPC_SECRET=$(head -c 32 /dev/urandom | base64)\n"
+        "srun --kill-on-bad-exit=0 python -m tests.cluster.drained\n"
+    )
+    job = slurm.submit(script)
+    job.wait_for_line("^all accepted", LIMIT)
+    assert "served" not in job.log()
+    job.cancel()
+    log = job.wait(LIMIT, "CANCELLED")
+    assert sorted(re.findall(r"^served (\d+)$", log, re.MULTILINE), key=int) == [str(each) for each in range(20)]
+    assert re.search("^answers 20$", log, re.MULTILINE), log
