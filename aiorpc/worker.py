@@ -475,8 +475,8 @@ class Worker:
         A worker that hosts the store of its group does not stay for it. New calls of others raise PeerLeft there, with
         which calls with ``retries=`` go on, and groups choose another worker. Items put into its queues by others are
         refused, too. The calls that it has accepted, with the calls that these make, streams and batches run to their
-        end; items in its queues, and large ones that it keeps for queues of others, wait to be got. Its program is
-        treated as by `shutdown`.
+        end, and so do the calls that its program has made; items in its queues, and large ones that it keeps for queues
+        of others, wait to be got. For the rest its program is treated as by `shutdown`.
 
         timeout: seconds for all that, 0 for no limit; the option ``drain_timeout`` if None. When the time is up the
         worker leaves, and the report says what was `unfinished`.

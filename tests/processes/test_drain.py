@@ -107,12 +107,15 @@ async def ask_all(name: str, caller: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.slow
 async def test_nothing_that_was_accepted_is_lost() -> None:
     """A thousand calls and items at ten workers, which SIGTERM drains one after the other: all are answered, all items
-    are got, each process ends with 0."""
+    are got, each process ends with 0. Calls to any of the group go on meanwhile, by one that stays in the end."""
     with processes() as children, meeting_file() as init_method:
         async with rpc.init("caller", init_method=init_method) as caller:
-            servers = [children.start(Place(name, -1, None, init_method), server) for name in NAMES]
-            for child in servers:
+            started = [children.start(Place(name, -1, None, init_method), server) for name in (*NAMES, "stays")]
+            for child in started:
                 assert await child.ahear() == "up"
+            *servers, stays = started
+            over = asyncio.Event()
+            users = [asyncio.create_task(call_any(over)) for _ in range(4)]
             answers, values = [], []
             for child in servers:
                 name = child.place.name
@@ -128,7 +131,19 @@ async def test_nothing_that_was_accepted_is_lost() -> None:
             assert all(each == [*range(SMALL), *range(LARGE)] for each in got)
             assert len(values) + sum(map(len, got)) == len(NAMES) * (CALLS + SMALL + LARGE) >= 1000
             assert [await child.ahear() for child in servers] == ["False ()"] * len(NAMES)
+            over.set()
+            assert all(await asyncio.gather(*users))
+            stays.kill(signal.SIGTERM)
         children.check_ended()
+
+
+async def call_any(over: asyncio.Event) -> int:
+    """Call any of the servers until it is over; how often."""
+    group, count = rpc.group("s*", retries=5), 0
+    while not over.is_set():
+        assert await group.any(plain, count) == -count
+        count += 1
+    return count
 
 
 async def get_all(caller: rpc.Worker, name: str) -> list[int]:
@@ -485,6 +500,48 @@ def is_leaving() -> bool:
     return rpc.current().leaving
 
 
+# --- under a launcher -------------------------------------------------------------------------------------------------
+
+
+async def slow(x: int) -> int:
+    """Runs when torchrun has handed its signal on, to both."""
+    await asyncio.sleep(2.0)
+    return x
+
+
+async def launched() -> None:
+    """A program of torchrun: w0 has calls under way at w1 when both get the signal."""
+    async with rpc.init(f"w{os.environ['RANK']}") as worker:
+        if worker.name == "w1":
+            await worker.drained()
+        else:
+            calls = [rpc.call("w1", slow, x) for x in range(20)]
+            await rpc.call("w1", served)
+            print("under way", flush=True)
+            print(f"answers: {len(await asyncio.gather(*calls))}", flush=True)
+    print(f"left: {worker.name}", flush=True)
+
+
+@pytest.mark.slow
+async def test_all_that_torchrun_ends_answer_each_other() -> None:
+    """It sends SIGTERM to all at once, when it gets it itself; nothing that was accepted is lost."""
+    code = "import asyncio; from tests.processes import test_drain; asyncio.run(test_drain.launched())"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable]
+    pipe = asyncio.subprocess.PIPE
+    torchrun = await asyncio.create_subprocess_exec(sys.executable, *command, "-c", code, stdout=pipe, stderr=pipe)
+    assert torchrun.stdout is not None
+    try:
+        async with asyncio.timeout(LIMIT):
+            assert await torchrun.stdout.readline() == b"under way\n"
+        torchrun.terminate()
+        said, errors = await asyncio.wait_for(torchrun.communicate(), LIMIT)
+        assert sorted(said.split(b"\n")) == [b"", b"answers: 20", b"left: w0", b"left: w1"], errors.decode()
+    finally:
+        if torchrun.returncode is None:
+            torchrun.kill()
+            await torchrun.wait()
+
+
 # --- others choose ----------------------------------------------------------------------------------------------------
 
 
@@ -522,14 +579,7 @@ async def test_callers_notice_nothing_of_workers_that_come_and_go(seed: int) -> 
                 await children.start(Place(name, -1, None, init_method), server).ahear()
             over = asyncio.Event()
 
-            async def use() -> int:
-                count = 0
-                while not over.is_set():
-                    assert await rpc.group("s*", retries=5).any(plain, count) == -count
-                    count += 1
-                return count
-
-            users = [asyncio.create_task(use()) for _ in range(8)]
+            users = [asyncio.create_task(call_any(over)) for _ in range(8)]
             for _ in range(6):
                 await asyncio.sleep(chance.uniform(0.0, 0.3))
                 child = children[chance.choice(NAMES[:3])]

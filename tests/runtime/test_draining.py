@@ -15,6 +15,7 @@ from aiorpc.draining import check_bound
 from aiorpc.options import DRAIN_TIMEOUT
 from aiorpc.protocol.states import WorkerState
 from aiorpc.testing import cluster
+from tests.runtime.inside import set_bounds
 from tests.runtime.waiting import LIMIT, until
 
 OPTIONS = RpcBackendOptions(rpc_timeout=LIMIT, drain_timeout=LIMIT)
@@ -158,6 +159,22 @@ async def test_groups_choose_another_worker_from_the_word_on(gate: asyncio.Event
         gate.set()
         await asyncio.gather(draining, held)
         assert other.state is WorkerState.RUNNING
+
+
+@KINDS
+async def test_workers_that_drain_together_answer_each_other(dynamic: bool, gate: asyncio.Event) -> None:
+    """As when a job is cancelled: what a program waits for ends after the grace, apart from calls."""
+    async with cluster(2, dynamic=dynamic, options=OPTIONS) as (caller, callee):
+        set_bounds(caller, grace=0.01)
+        call = caller.call("worker1", wait_at_the_gate)
+        item = caller.Queue("q").get()
+        await until(lambda: under_way(callee))
+        draining = asyncio.gather(caller.drain(), callee.drain())
+        with pytest.raises(WorkerClosed, match="waits no longer"):
+            await item
+        gate.set()
+        assert await call == "done"
+        assert not any(report.timed_out for report in await draining)
 
 
 def name_here() -> str:

@@ -176,10 +176,11 @@ class Departure:
     def _end_waits(self, alone: bool) -> None:
         """End the waits of this worker's program, which would delay the other members.
 
-        Unless it leaves alone, calls of functions at other members go on: these members serve until the calls end.
+        Calls of functions at other members go on in a fixed group, where these serve until the calls end; and in a
+        drain, as they have accepted them, and may drain at the same time.
         """
-        seconds = self._engine.bounds.grace
-        ended = self._context.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=alone)
+        seconds, calls = self._engine.bounds.grace, alone and not self._drains
+        ended = self._context.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=calls)
         if ended:
             named = [*ended[:5], f"and {len(ended) - 5} more"] if len(ended) > 5 else ended
             logger.warning(
