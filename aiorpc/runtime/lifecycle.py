@@ -639,6 +639,7 @@ async def _serve_rendezvous(node: Node) -> None:
             if not gone:
                 look = partial(rendezvous.serve_joining, bounds.absence, parted=node.group.parted)
                 node.group.on_listed(await engine.steps.run(look))
+                node.resumption.let_rest(node.group.may_rest)
                 continue
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
@@ -653,6 +654,7 @@ async def _serve_rendezvous(node: Node) -> None:
                 said = "worker %s: %s. Members that know each other go on; joining members find none of them"
                 logger.warning(said, name, error)
                 node.group.on_unlisted()
+                node.resumption.wake()
             if not rendezvous.may_return:
                 return
             gone, pause = True, _FIRST_PAUSE

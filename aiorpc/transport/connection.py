@@ -70,9 +70,10 @@ class Connection:
     takes: whether a waiter may have an envelope, as an answer; any thread. on_stood: called with the frames that a
     standing thread has read; false: it has not used them.
     on_suspended: called with the cause when its socket has broken, if it may be resumed over another one. on_resumed:
-    called when it is. on_cut: called then with the transfer and the bytes of a chunk that had come in part, and will
-    come again. queue: what waits to be written. label: its name in the log. takes_at_once: bytes of tensors of one
-    message that the other end accepts, from its handshake. session: what the handshake has left for second connections,
+    called when it is. on_wanted: set while it rests (`rest`), called when something waits to be written. on_cut: called
+    then with the transfer and the bytes of a chunk that had come in part, and will come again. queue: what waits to be
+    written. label: its name in the log. takes_at_once: bytes of tensors of one message that the other end accepts, from
+    its handshake. session: what the handshake has left for second connections,
     and for other sockets.
     """
 
@@ -84,6 +85,7 @@ class Connection:
     on_drained: Callable[[], None] | None = _of_port("on_drained")
     on_suspended: Callable[[OSError], None] | None = _of_port("on_suspended")
     on_resumed: Callable[[], None] | None = _of_port("on_resumed")
+    on_wanted: Callable[[], None] | None = _of_port("on_wanted")
     on_cut: Callable[[int, int], None] | None = _of_port("on_cut")
     tls: TlsLayer | None = _of_port("tls")
     lasting: Session | None = _of_port("session")
@@ -129,6 +131,8 @@ class Connection:
         self.takes_at_once = MOST
         #: For how long its host had not answered when its socket was given up, in seconds.
         self.silent_for: float = 0.0
+        #: Whether it has no socket because nothing was sent for long; its users clear this.
+        self.resting = False
         self._limit: asyncio.TimerHandle | None = None  # of closing
         self._lingering: Lingering | None = None  # all is written; what arrives is dropped
         self._silence = Silence()
@@ -196,7 +200,7 @@ class Connection:
     def owing(self) -> bool:
         """Whether something is not written yet, or is kept for a new socket and may not have reached the other end."""
         session = self._port.session
-        if session is None or not session.suspended:
+        if session is None or not session.suspended or self.resting:
             return bool(self.queue) and not self._port.closed
         return bool(session.received and (session.kept or self.queue))  # an end that has sent nothing waits for nothing
 
@@ -231,6 +235,9 @@ class Connection:
         Over TCP the other side closes first, once it has read all of it; see `lingering`.
         """
         if self.closed:
+            return
+        if self.resting:  # nothing is under way, and no socket is opened to say so
+            self._finish(None)
             return
         self._port.closing = True
         # The limit: a peer that does not read must not keep us from leaving.
@@ -323,6 +330,14 @@ class Connection:
         """Whether it has no socket, and waits for a new one."""
         session = self._port.session
         return session is not None and session.suspended
+
+    def rest(self) -> None:
+        """Let go of the socket, of which nothing is expected, until there is another one; the rest stays as it is.
+
+        Only a lasting connection can; the other end has to know, see `on_suspended`. On the loop's thread.
+        """
+        self.resting = True
+        self._resumption.halt()
 
     @property
     def received(self) -> int:

@@ -84,13 +84,14 @@ class Port:
         self.on_drained: Callable[[], None] | None = None
         self.on_suspended: Callable[[OSError], None] | None = None
         self.on_resumed: Callable[[], None] | None = None
+        self.on_wanted: Callable[[], None] | None = None
         self.on_cut: Callable[[int, int], None] | None = None
 
     def forget_callbacks(self) -> None:
         """The connection has ended. Without references the circle needs no garbage collector."""
         self.owner = None
         self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = self.on_heard = None
-        self.on_suspended = self.on_resumed = self.on_cut = None
+        self.on_suspended = self.on_resumed = self.on_cut = self.on_wanted = None
 
     def call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         """Any thread. Does nothing once the loop is closed."""

@@ -75,8 +75,11 @@ class FrameWriter:
     def push(self) -> None:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
         with on_error(self.interrupted):
-            if self.queue and not self.blocked and not self._scheduled:
-                self.write_here()
+            if self.queue and not self._scheduled:
+                if not self.blocked:
+                    self.write_here()
+                elif self._port.on_wanted is not None:
+                    self._schedule()
 
     def flush(self) -> None:
         """Write what is queued. On the loop's thread."""
@@ -94,6 +97,8 @@ class FrameWriter:
 
     def flush_all(self) -> None:
         self._scheduled = False
+        if self._port.on_wanted is not None:
+            self._port.on_wanted()
         self.write()
         self._drained()
 

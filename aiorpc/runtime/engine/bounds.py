@@ -39,6 +39,7 @@ class Bounds:
     return_pause: float = 0.5  # between two tries to find a lost store again; shorter than `founding`
     foreign_pause: float = 5.0  # the same if others have begun a group of their own
     overtime: float = 2.0  # for joining to end by itself after its time is up
+    rest: float = 60.0  # without a message, until a connection of a free group over TCP lets go of its socket
 
     # Published values.
     stalled: float = 5.0  # without progress of the reader that fetches for its host; then another one takes over

@@ -109,6 +109,7 @@ class Group:
         self._watch = ProcessWatch(context.engine.loop, self.on_process_exit)
         self.losses: int = 0  # how many members were lost, also those that are forgotten since
         self._listed: set[str] = {each.incarnation for each in records}  # in the list of a free group, as seen last
+        self._kept: set[str] = set()  # incarnations of the members to which this worker has made itself known
         self._unmet: list[WorkerRecord] = []  # members that the last look at the list has shown first
         self._unlisted: dict[WorkerRecord, bool] = {}  # members that are not in it any more; whether they say they left
         self._ended: dict[str, str] = {}  # how members' processes ended, until the loss; by incarnation
@@ -211,11 +212,11 @@ class Group:
     def _do(self, output: Output) -> None:
         match output:
             case leaving.Attend(to):
-                self._tell(to, attend, pack(self._engine.record.to_wire()))
+                self._attend(to)
             case leaving.Follow(to):
                 # A joining member may have given up while its process lives.
                 if not self.watch(to) or to.id != to.rank:
-                    self._tell(to, attend, pack(self._engine.record.to_wire()))
+                    self._attend(to)
             case leaving.ReportLost(to, member, cause):
                 self._tell(to, report_lost, pack(member.to_wire()), cause)
             case leaving.Joined(member):
@@ -237,6 +238,15 @@ class Group:
                 self._forget_for_good(member)
             case _:
                 self.departure.do(output)
+
+    def _attend(self, record: WorkerRecord) -> None:
+        self._kept.add(record.incarnation)
+        self._tell(record, attend, pack(self._engine.record.to_wire()))
+
+    def may_rest(self, record: WorkerRecord) -> bool:
+        """Whether a connection with a member of a free group may rest: its end shows in the list, which this worker
+        sees, and the connection is not for watching."""
+        return self._table.free and record.incarnation in self._listed - self._kept
 
     def _tell(self, record: WorkerRecord, function: Function, *args: object) -> None:
         try:
@@ -295,6 +305,7 @@ class Group:
 
     def on_unlisted(self) -> None:
         """The list of the free group is gone, with its store: members hear of each other over connections alone."""
+        self._listed = set()
         self._carry_out(self._table.unlisted())
 
     async def _ask_unlisted(self) -> None:
@@ -456,6 +467,7 @@ class Group:
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
         self._ended.pop(record.incarnation, None)
+        self._kept.discard(record.incarnation)
         self.departure.forget(record)
         for service in list(self._context.services):
             if service.record.incarnation == record.incarnation:

@@ -13,6 +13,10 @@ acceptor waits, and opens another one. An opener sends something over each new c
 which nothing came, and whose opener answers but does not resume it, is given up without a loss, and at once if another
 connection takes its place (`replace`).
 
+In a free group a connection over which nothing goes for a minute rests: its opener asks, and both ends let go of the
+socket, and of nothing else. It resumes with the next message of the opener. Only an end that hears of the other's end
+in another way, by the list of the group, lets it rest.
+
 A network that loses large packets, such as a tunnel with too small an MTU, lets handshakes pass and no more. So a
 connection is also given up if it resumes repeatedly (`STUCK`) and the same frame does not get through within the grace.
 """
@@ -23,19 +27,24 @@ import asyncio
 import contextlib
 import socket
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol, cast
 
 from ... import foreign
-from ...errors import PeerRefused, ProtocolError
+from ...errors import PeerRefused, ProtocolError, RpcError
 from ...logs import logger
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
 from ...transport.connection import Connection
 from ..caller.peer import Peer
+from ..calls.current import current_call
+from ..calls.functions import system
 from ..engine.host import provably_dead
 from .events import WorkerResumed, WorkerSuspended
+from .group import Group
 from .interface import MembershipContext
 
 # Seconds between two tries: the first pause, and the longest. Seconds for one try: the system sends a lost packet of a
@@ -77,6 +86,16 @@ class Line:
     reached: float = field(default=0.0, init=False)
     #: When that worker last answered (`_Opening.answered`); ``time.monotonic()``. Set as `reached`.
     answered: float = field(default=0.0, init=False)
+    #: Whether both ends let go of its socket, or are about to; of what `moved`, its bytes, is the sum since `still`.
+    rests: bool = field(default=False, init=False)
+    moved: int = field(default=0, init=False)
+    still: float = field(default=0.0, init=False)
+
+
+class ResumptionContext(MembershipContext, Protocol):
+    """A running worker, as `SessionResumption` needs it."""
+
+    group: Group
 
 
 class SessionResumption:
@@ -86,21 +105,27 @@ class SessionResumption:
     RpcError.
     """
 
-    def __init__(self, context: MembershipContext, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
+    def __init__(self, context: ResumptionContext, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
         self._context = context
         self._engine = context.engine
         self._reopen = reopen
         self._suspended: dict[str, set[Line]] = {}  # by incarnation
+        self._lines: weakref.WeakSet[Line] = weakref.WeakSet()
+        self._looked = 0.0  # when idle connections were looked for
 
     def watch(self, line: Line) -> None:
         """Resume that connection when it breaks: it is ready, and both sides want it to last."""
         line.connection.on_suspended = partial(self._on_suspended, line)
         line.connection.on_resumed = partial(self._on_resumed, line)
+        self._lines.add(line)
 
     def _on_suspended(self, line: Line, cause: OSError) -> None:
         engine, record = self._engine, line.record
         if engine.closed:
             line.connection.abort(cause)
+            return
+        if line.rests:
+            line.connection.resting = True
             return
         engine.counters.suspended += 1
         line.times += 1
@@ -116,6 +141,9 @@ class SessionResumption:
         engine.tasks.spawn(self._mend(line, cause, left))
 
     def _on_resumed(self, line: Line) -> None:
+        rested, line.rests, line.connection.resting = line.rests, False, False
+        if rested:
+            return
         self._engine.counters.resumed += 1
         if line not in self._suspended.get(line.record.incarnation, set()):
             self._engine.counters.suspended += 1  # only the other end had noticed the break
@@ -136,6 +164,73 @@ class SessionResumption:
         for line in lines:
             if self._forget(line):
                 self._context.events.publish(WorkerResumed(line.record.info))
+
+    # --- rest ---------------------------------------------------------------------------------------------------------
+
+    def let_rest(self, may_rest: Callable[[WorkerRecord], bool]) -> None:
+        """Let connections rest that this worker has opened and that are idle. Called regularly in a free group.
+
+        may_rest: whether the end of that member is heard of without a connection.
+        """
+        now, patience = time.monotonic(), self._engine.bounds.rest
+        if now < self._looked + patience / 4:
+            return
+        self._looked = now
+        for line in [each for each in self._lines if each.opener and not each.pipe]:
+            moved = sum(each.bytes_sent + each.bytes_received for each in _connections(line))
+            if moved != line.moved:
+                line.moved, line.still = moved, now
+            elif now >= line.still + patience and may_rest(line.record) and _is_idle(line):
+                line.still = now
+                self._engine.tasks.spawn(self._let_rest(line))
+
+    async def _let_rest(self, line: Line) -> None:
+        peer, lines = line.peer, self._of_link(line.record, line.link_number, opener=True)
+        assert peer is not None, "it is the first connection of its link"
+        try:
+            agreed = await peer.call(rest, (line.link_number,), None, self._engine.bounds.vouch, system=True)
+        except RpcError:
+            return
+        if not agreed or self._engine.closed or not _is_idle(line):
+            return
+        moved = sum(each.connection.bytes_sent for each in lines)
+        for each in lines:
+            each.rests = True
+            each.connection.on_wanted = partial(self._wake, line)
+            each.connection.rest()
+        # A thread may have sent something meanwhile, over an old socket or behind it.
+        sent = sum(each.connection.bytes_sent for each in lines) != moved
+        if sent or peer.pending.calls or any(each.connection.queue for each in lines):
+            self._wake(line)
+
+    def agree(self, record: WorkerRecord, link_number: int) -> bool:
+        """A member wants its connection to here to rest; whether it may."""
+        if not self._context.group.may_rest(record):
+            return False
+        for line in (lines := self._of_link(record, link_number, opener=False)):
+            line.rests = True
+        return bool(lines)
+
+    def _of_link(self, record: WorkerRecord, link_number: int, *, opener: bool) -> list[Line]:
+        """The first and the second connection of a link that are not closed."""
+        found = (each for each in self._lines if each.link_number == link_number and each.opener == opener)
+        return [each for each in found if each.record == record and not each.connection.closed]
+
+    def wake(self) -> None:
+        """No connection may rest any more: the list of the group is gone."""
+        for line in list(self._lines):
+            if line.connection.resting:
+                self._wake(line)
+            else:
+                line.rests = False
+
+    def _wake(self, line: Line) -> None:
+        for each in self._of_link(line.record, line.link_number, opener=line.opener):
+            if each.connection.resting:
+                each.connection.resting, each.connection.on_wanted = False, None
+                each.times += 1
+                cause = ConnectionError("the connection to it had no socket, as it was idle")
+                self._engine.tasks.spawn(self._mend(each, cause, self._engine.options.reconnect_grace))
 
     def _look_for_progress(self, line: Line) -> None:
         """Give up a connection that resumes repeatedly although its next frame does not get through."""
@@ -230,6 +325,32 @@ class SessionResumption:
         seconds, failed = self._engine.options.reconnect_grace, tries.failed
         grace = f" within reconnect_grace={seconds:g} s" if tries.refused < REFUSALS else ""
         return ConnectionError(f"{text}; it could not be made again{grace}{failed and ': '}{failed}")
+
+
+def _is_idle(line: Line) -> bool:
+    """Whether nothing is under way over a connection that this worker has opened."""
+    peer = line.peer
+    if peer is None or peer.link is None or peer.pending.calls or peer.link.busy:
+        return False
+    return not any(each.closed or each.suspended or each.queue for each in _connections(line))
+
+
+def _connections(line: Line) -> list[Connection]:
+    """Its connection, and the second one of its link."""
+    pipe = None if line.peer is None or line.peer.link is None else line.peer.link.pipe
+    return [line.connection] if pipe is None or pipe is line.connection else [line.connection, pipe]
+
+
+class _NodeForRest(Protocol):
+    resumption: SessionResumption
+
+
+@system
+async def rest(link_number: int) -> bool:
+    """Handler: a member asks to let its connection of that number rest."""
+    call = current_call.get()
+    assert call is not None and call.record is not None, "this is a handler"
+    return cast(_NodeForRest, call.node).resumption.agree(call.record, link_number)
 
 
 @dataclass
