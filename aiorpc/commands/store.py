@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from dataclasses import replace
 from functools import partial
 
 from ..errors import RendezvousError
-from ..runtime.meeting.meeting_place import MeetingPlace, local_address
+from ..runtime.meeting.meeting_place import MeetingPlace, is_loopback, local_address
 from ..runtime.meeting.stores import serve
 
 _ALL = ("0.0.0.0", "::")
@@ -55,7 +56,11 @@ def run(options: argparse.Namespace) -> int:
 def _where(host: str, port: int) -> MeetingPlace:
     """What workers give as init_method: where all addresses are meant, one of this host, as others can reach that."""
     place = MeetingPlace(None, None, host=host, port=port)
-    return replace(place, host=local_address(place)) if host in _ALL else place
+    if host not in _ALL:
+        return place
+    # Without a route to the rest of the world the name of this host leads to an address, if it has one.
+    found = [replace(place, host=local_address(replace(place, host=name))) for name in (host, socket.gethostname())]
+    return next((each for each in found if not is_loopback(each)), found[0])
 
 
 def _write_on_signal(descriptor: int, *_: object) -> None:

@@ -1,10 +1,14 @@
 """A parameter server that is killed in the middle, comes back under its name, and goes on from its checkpoint.
 
     python -m aiorpc.examples.comeback --steps 20 --kill-at 10
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 -m aiorpc.examples.comeback --checkpoint server.pt
 
 Two workers in a group of fixed size, a trainer and a server, which the launcher starts (`python -m aiorpc.run`). It
 starts the server again as it ends early. The checkpoint is kept. The new process joins with the arguments of the old
 one, and the trainer makes a new reference, because the old one is lost.
+
+On several hosts the checkpoint has to be a file that they share. A launcher that starts both workers again (torchrun)
+needs it, too: both go on from there.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import torch
 import aiorpc as rpc
 from aiorpc import run
 
+from ._shared.launch import Place, place_from_environment
+
 RATE = 0.2
 TARGET = torch.tensor([1.0, -2.0, 3.0])
 
@@ -38,6 +44,7 @@ class Server:
         self.weight, self.step = torch.zeros(3), 0
         if self._path.exists():
             self.weight, self.step = torch.load(path)
+            print(f"the server goes on after step {self.step}", flush=True)
 
     def state(self) -> tuple[int, torch.Tensor]:
         """How many steps were made, and the parameter."""
@@ -61,11 +68,11 @@ async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -
     while True:
         try:
             made, weight = await server.rpc_async().state()
-            if made == steps:
+            if made >= steps:
                 return torch.as_tensor(weight)
             if made == kill_at:
                 kill_at = -1
-                os.kill(await worker.call("server", os.getpid), signal.SIGKILL)
+                await worker.call("server", signal.raise_signal, signal.SIGKILL)  # there is no answer
             await server.rpc_async().apply(made + 1, 2 * (weight - TARGET))
         except rpc.PeerLost:
             print(f"step {made}: lost the server", flush=True)
@@ -75,15 +82,15 @@ async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -
             server = worker.remote("server", Server, checkpoint)
 
 
-async def main(steps: int, kill_at: int) -> None:
+async def main(place: Place, steps: int, kill_at: int, checkpoint: str) -> None:
     """What a worker does: rank 0 trains, and rank 1 serves from the end of the block until all are done."""
-    if os.environ["RANK"] != "0":
+    if place.rank != 0:
         async with rpc.init("server"):
             return
     with tempfile.TemporaryDirectory() as folder:
         async with rpc.init("trainer") as worker:
             before = await worker.call("server", os.getpid)
-            weight = await train(worker, f"{folder}/server.pt", steps, kill_at)
+            weight = await train(worker, checkpoint or f"{folder}/server.pt", steps, kill_at)
             after = await worker.call("server", os.getpid)
         where = "another process" if before != after else "the same process"
         print(f"{steps} steps, the last in {where}; the error is {float((weight - TARGET).abs().max()):.4f}")
@@ -96,10 +103,16 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill-at", type=int, default=10, help="after so many steps; -1: never")
+    parser.add_argument("--checkpoint", default="", help="a file, kept at the end; by default a temporary one")
     given: argparse.Namespace = parser.parse_args()
     if given.steps < 1:
         parser.error("--steps must be at least 1")
-    if "RANK" not in os.environ:
+    here: Place | None = place_from_environment()
+    if here is None:
         options = ["--workers", "2", "--restart", "on-failure", "--max-restarts", "1"]
         sys.exit(run.main([*options, "-m", "aiorpc.examples.comeback", *sys.argv[1:]]))
-    asyncio.run(main(given.steps, given.kill_at))
+    if here.world_size != 2:
+        parser.error(f"it needs 2 workers, and the launcher started {here.world_size}")
+    if given.checkpoint and Path(given.checkpoint).exists():
+        given.kill_at = -1  # that was done before both were started again
+    asyncio.run(main(here, given.steps, given.kill_at, given.checkpoint))

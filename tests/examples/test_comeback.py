@@ -20,6 +20,7 @@ def test_it_goes_on_from_its_checkpoint_in_another_process(tmp_path: Path) -> No
     assert outcome.code == 0, outcome.err
     spoken = (
         r"\[worker0\] step 4: lost the server",
+        r"\[worker1\] the server goes on after step 4",
         r"\[worker0\] 12 steps, the last in another process; the error is 0\.00\d\d",
     )
     assert matches(outcome.out, spoken), outcome.out
