@@ -119,6 +119,8 @@ def read(heart: Heart) -> tuple[int, float] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if not _is_ours(heart.pid):  # the link, in a directory of this user, is of an earlier process of that number
+            return None
         raise Unreadable(f"cannot be opened ({error.strerror}): run this as the user of the worker") from None
     try:
         info = os.fstat(file)
@@ -133,6 +135,14 @@ def read(heart: Heart) -> tuple[int, float] | None:
         if magic == MAGIC and state in _SAID and 0 <= at / 1e9 < now + LATE:
             return state, max(0.0, now - at / 1e9)
     raise Unreadable(f"has unknown content {data!r}: the worker has another version of aiorpc, or broken memory")
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether a process runs as this user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def _read_whole(file: int) -> bytes:

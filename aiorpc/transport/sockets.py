@@ -75,8 +75,10 @@ def remove_stale(directory: Path) -> None:
 def remove_dead_links(directory: Path, pid: int | str = "*") -> None:
     """Remove links to the heartbeats of dead workers. pid: of their process; of any by default."""
     for path in directory.glob(f"*.{pid}.*.{process_namespace()}.beat"):
-        if not path.exists():  # it leads to a descriptor of the process
-            path.unlink(missing_ok=True)
+        # It leads to a descriptor of the process. The number may be that of another user's process by now.
+        with contextlib.suppress(PermissionError):
+            if not path.exists():
+                path.unlink(missing_ok=True)
 
 
 def remove_if_stale(path: Path) -> None:

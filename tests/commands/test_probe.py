@@ -279,6 +279,27 @@ async def test_a_heartbeat_of_another_user_is_an_error() -> None:
     assert ran.code == 1 and "is of another user (uid 65534): run this as that user" in ran.out
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_the_number_of_a_killed_worker_may_be_that_of_another_users_process() -> None:
+    """Its worker has ended, and the next one comes: looking at its link is forbidden, and no error."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # which every user can reach
+        stranger = subprocess.Popen(["sleep", "60"])
+        heart = Heart("w1", stranger.pid, 0)
+        (Path(folder) / heart.link).symlink_to(heart.path)
+        os.chown(folder, 65534, -1)
+        os.setresuid(65534, 65534, 0)
+        try:
+            with pytest.raises(PermissionError):
+                os.readlink(heart.path)
+            verdict = heartbeat.judge(heart, ready=False, stuck_after=30)
+            sockets.remove_stale(Path(folder))
+        finally:
+            os.setresuid(0, 0, 0)
+            stranger.kill()
+            stranger.wait()
+    assert verdict.state == "ended"
+
+
 async def test_a_directory_that_others_may_enter_is_not_looked_into(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

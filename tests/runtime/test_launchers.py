@@ -391,6 +391,28 @@ def test_a_rank_and_a_role_that_are_given_win(no_launcher: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        # As of `python -m aiorpc.run --free`, which tells no size, and as of an Indexed Job.
+        ({"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "aiorpc-1-2"}, "w1-1"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "w3-0"),
+    ],
+)
+def test_a_member_of_a_free_group_needs_no_size(environ: Environ, name: str, no_launcher: pytest.MonkeyPatch) -> None:
+    """For its name, and for its device. One of a fixed size is given it, or the error says so."""
+    for key, value in environ.items():
+        no_launcher.setenv(key, value)
+    assert aiorpc.init("w{rank}-{local_rank}", init_method="tcp://127.0.0.1:29500").name == name
+    said = aiorpc.launched()
+    assert said is not None and said.world_size is None and str(said.rank) in str(said)
+    there = environ | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    assert place_of(there, world_size=8).world_size == 8
+    assert place_of({"JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "n1"}, world_size=8).world_size == 8
+    with pytest.raises(RendezvousError, match=r"not say how many there are: set WORLD_SIZE for all.*or give world_siz"):
+        place_of(there)
+
+
+@pytest.mark.parametrize(
     ("pattern", "said"),
     [
         ("{role}{rank}", r"the rank of this worker is not known: give rank=, or start"),
@@ -413,6 +435,17 @@ def test_a_pattern_that_makes_no_name_says_why(pattern: str, said: str, no_launc
         with pytest.raises(RpcUsageError, match="conversion"):
             aiorpc.init(pattern, rank=0, world_size=1)
     assert aiorpc.launched() is None
+
+
+def test_a_task_of_slurm_is_not_told_to_start_with_srun(no_launcher: pytest.MonkeyPatch) -> None:
+    """It was; it lacks a role, or the place that numbers set by hand need."""
+    for key, value in SLURM.items():
+        no_launcher.setenv(key, value)
+    with pytest.raises(RpcUsageError, match=r"the role of this worker is not known.*AIORPC_ROLE") as caught:
+        aiorpc.init("{role}{rank}")
+    with pytest.raises(RendezvousError, match="MASTER_ADDR, which is not set") as lacking:
+        place_of(SLURM | {"RANK": "5", "WORLD_SIZE": "8"})
+    assert "but not in a step" not in f"{caught.value} {lacking.value}"
 
 
 def test_a_pattern_in_the_script_of_a_job_says_how_to_start_a_step(no_launcher: pytest.MonkeyPatch) -> None:

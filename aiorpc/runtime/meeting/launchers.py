@@ -64,18 +64,19 @@ class Launched:
     """What the launcher of this process says of it.
 
     launcher: its name; "hand" if RANK and WORLD_SIZE were set without one. rank, world_size: of this process, and how
-    many there are. local_rank: among the processes of this host, for the choice of a device; None if it is not known.
-    variables: that say so.
+    many there are; None if that is not told, as a free group has no size. local_rank: among the processes of this host,
+    for the choice of a device; None if it is not known. variables: that say so.
     """
 
     launcher: str
     rank: int
-    world_size: int
+    world_size: int | None
     local_rank: int | None
     variables: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.launcher} (rank {self.rank} of {self.world_size}, by {', '.join(self.variables)})"
+        size = "" if self.world_size is None else f" of {self.world_size}"
+        return f"{self.launcher} (rank {self.rank}{size}, by {', '.join(self.variables)})"
 
 
 @dataclass(frozen=True)
@@ -221,25 +222,20 @@ def found(environ: Environment) -> Launched | None:
     """What the launcher says that has started this process, or RANK and WORLD_SIZE if they were set without one; None
     if nothing says anything. Does not block.
 
-    RendezvousError if it leaves something open, or if variables contradict each other; RpcUsageError for one that
-    cannot be read. Both name the variables.
+    RendezvousError if variables contradict each other; RpcUsageError for one that cannot be read. Both name the
+    variables.
     """
     by_hand = all(environ.get(name) for name in (_RANK, _SIZE))
     launcher = next((each for each in LAUNCHERS if environ.get(each.by or each.rank) and environ.get(each.rank)), None)
     if launcher is None:
         return _launched(_HAND, _SIZE, environ) if by_hand else None
     size_of = next((name for name in launcher.size if environ.get(name)), None)
-    if size_of is None:
-        raise RendezvousError(
-            f"{launcher.name} has started this process ({launcher.rank} is set), and does not say how many there are: "
-            f"set {launcher.size[-1]} for all of them"
-        )
-    if by_hand and (size_of == _SIZE or _number(environ, _SIZE) != _number(environ, size_of)):
+    if by_hand and (size_of is None or size_of == _SIZE or _number(environ, _SIZE) != _number(environ, size_of)):
         # Each process of the launcher starts several workers, or a JobSet several Jobs, and numbers them.
         return _launched(_TORCHRUN if launcher is _TORCHRUN else _HAND, _SIZE, environ)
     launched = _launched(launcher, size_of, environ)
     for name, said, own in ((_RANK, launched.rank, launcher.rank), (_SIZE, launched.world_size, size_of)):
-        if environ.get(name) and _number(environ, name) != said:
+        if environ.get(name) and said is not None and _number(environ, name) != said:
             raise RendezvousError(
                 f"{name} is {environ[name]}, and {own}, by {launcher.name}, is {said}: set {name} to the same in each "
                 f"process, or not at all; or, if {own} is left over in a shell, unset it there"
@@ -247,11 +243,24 @@ def found(environ: Environment) -> Launched | None:
     return launched
 
 
-def _launched(launcher: Launcher, size_of: str, environ: Environment) -> Launched:
-    rank, size = _number(environ, launcher.rank), _number(environ, size_of)
+def _launched(launcher: Launcher, size_of: str | None, environ: Environment) -> Launched:
+    rank, size = _number(environ, launcher.rank), _number(environ, size_of) if size_of else None
     local = next((name for name in (_LOCAL, launcher.local_rank) if name and environ.get(name)), None)
     local_rank = _number(environ, local) if local else None if launcher.local_rank else 0
-    return Launched(launcher.name, rank, size, local_rank, (launcher.rank, size_of))
+    return Launched(launcher.name, rank, size, local_rank, (launcher.rank, *([size_of] if size_of else [])))
+
+
+def size_for(launched: Launched, world_size: int | None) -> int:
+    """The size of the group: that of the program (`world_size`), or else that of the launcher. RendezvousError if
+    neither says it."""
+    size = launched.world_size if world_size is None else world_size
+    if size is None:
+        variable = next((each.size[-1] for each in LAUNCHERS if each.name == launched.launcher), _SIZE)
+        raise RendezvousError(
+            f"{launched.launcher} has started this process ({launched.variables[0]} is set), and does not say how many "
+            f"there are: set {variable} for all of them, or give world_size="
+        )
+    return size
 
 
 def spot_of(launched: Launched, environ: Environment) -> Spot | None:
@@ -291,7 +300,7 @@ def ports_of(job: str) -> tuple[int, ...]:
 
 def hint(environ: Environment) -> str:
     """For the error of a process that no launcher has started: what it has forgotten, or nothing."""
-    if environ.get("SLURM_JOB_ID"):
+    if environ.get("SLURM_JOB_ID") and not environ.get("SLURM_STEP_ID"):
         return "This process runs in a job of Slurm, but not in a step of it: start it with srun. "
     if environ.get("PMI_RANK") or environ.get("PMIX_RANK"):
         return "PMI_RANK or PMIX_RANK, which are set, do not tell the launcher. "
@@ -328,7 +337,8 @@ def filled(pattern: str, role: str, rank: int | None, environ: Environment) -> s
         }
         unknown = next((field for field in _FIELDS if field in fields and known[field] is None), None)
         if unknown is not None:
-            raise ValueError(f"the {unknown} of this worker is not known: {_FIELDS[unknown]}. {hint(environ)}".strip())
+            forgotten = hint(environ) if unknown != "role" else ""
+            raise ValueError(f"the {unknown} of this worker is not known: {_FIELDS[unknown]}. {forgotten}".strip())
         return pattern.format(**known)
     except (ValueError, LookupError) as error:
         raise RpcUsageError(f"the name {pattern!r:.200} is a pattern, and makes no name: {error}") from None

@@ -128,12 +128,12 @@ def _from_environment(rank: int | None, world_size: int | None, environ: Mapping
     named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     if not (named and rank is not None and world_size is not None):
         launched = launchers.found(environ)
-    spot = None if launched is None or named else launchers.spot_of(launched, environ)
-    if launched is not None and spot is not None:
-        return _of_launcher(launched, spot, rank, world_size)
     if launched is not None:
-        rank = launched.rank if rank is None else rank
-        world_size = launched.world_size if world_size is None else world_size
+        rank, size = launched.rank if rank is None else rank, launchers.size_for(launched, world_size)
+        spot = None if named else launchers.spot_of(launched, environ)
+        if spot is not None:
+            return _of_launcher(launched, spot, rank, size)
+        world_size = size
     return MeetingPlace(
         rank=_number(variable("RANK"), "RANK") if rank is None else rank,
         world_size=_number(variable("WORLD_SIZE"), "WORLD_SIZE") if world_size is None else world_size,
@@ -144,21 +144,18 @@ def _from_environment(rank: int | None, world_size: int | None, environ: Mapping
     )
 
 
-def _of_launcher(launched: Launched, spot: Spot, rank: int | None, world_size: int | None) -> MeetingPlace:
-    if world_size is not None and world_size != launched.world_size:
+def _of_launcher(launched: Launched, spot: Spot, rank: int, world_size: int) -> MeetingPlace:
+    if launched.world_size not in (None, world_size):
         raise RendezvousError(
             f"world_size is {world_size}, and this process was started by {launched}: leave world_size out, or start "
             f"as many processes; or, if {launched.variables[0]} is left over in a shell, unset it there"
         )
-    rank = launched.rank if rank is None else rank
     if spot.host:
         port = spot.ports[0]
-        return MeetingPlace(
-            rank, launched.world_size, "", spot.host, port, launched=launched, job=spot.job, ports=spot.ports
-        )
+        return MeetingPlace(rank, world_size, "", spot.host, port, launched=launched, job=spot.job, ports=spot.ports)
     name = hashlib.sha256(f"{launched.launcher} {spot.job}".encode()).hexdigest()[:16]
     path = str(sockets.private_directory() / f"meet-{name}" / "store")
-    return MeetingPlace(rank, launched.world_size, path, launched=launched, job=spot.job)
+    return MeetingPlace(rank, world_size, path, launched=launched, job=spot.job)
 
 
 def _number(text: str, name: str, low: int = 0, high: int = 1 << 31) -> int:
