@@ -256,7 +256,7 @@ GOOD = FORMAT.pack(MAGIC, time.monotonic_ns(), READY)
         FORMAT.pack(MAGIC, (1 << 63) - 1, READY),
         bytes(1 << 20),
     ],
-    ids="empty short long version state unknown-state before-the-start in-the-future large".split(),
+    ids=["empty", "short", "long", "version", "state", "unknown-state", "before-the-start", "in-the-future", "large"],
 )
 async def test_a_heartbeat_with_unknown_content_is_an_error(content: bytes) -> None:
     """Not a crash, and no life."""
