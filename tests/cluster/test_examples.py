@@ -2,8 +2,8 @@
 fewer.
 
 The hosts are those of `hosts.py`: each has a network, a host name and process ids of its own, and a link of 1 Gbit/s.
-Links have no delay: the kernel on which these tests were written has no netem, so what needs a slow answer to go wrong
-is not seen here.
+Links have no delay: the kernel on which these tests were written has no netem, so faults that only slow
+answers bring about are not found here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .hosts import Machine, machines
+from .hosts import Machine, environment, machines
+from .hosts import run as run_on
 from .running import running, shown
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -44,3 +45,10 @@ def test_a_round_that_fails_is_followed_by_one_that_goes_on(hosts: list[Machine]
         done = int(run.wait_for_line("^goes on after update").split()[-1])
         assert 0 < done < 60
         assert f" updates after {done}, " in run.wait()
+
+
+def test_a_store_for_all_hosts_says_an_address_that_they_reach(hosts: list[Machine], shared: Path) -> None:
+    """Where no route leads to the rest of the world: that of the host's name."""
+    command = "timeout --preserve-status 10 python -m aiorpc store --host 0.0.0.0 --port 29500"
+    said = run_on(hosts[0], "sh", "-c", command, cwd=shared, env=environment(shared), seconds=60.0)
+    assert said == f"tcp://{hosts[0].host.address}:29500\n"
