@@ -340,6 +340,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         if given.log_dir:
             os.makedirs(given.log_dir, exist_ok=True)
+            tempfile.TemporaryFile(dir=given.log_dir).close()  # and that it can be written to
     except OSError as error:
         parser.error(f"--log-dir: {error}")
     return given

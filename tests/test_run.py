@@ -280,6 +280,7 @@ def test_modules_are_run(tmp_path: Path) -> None:
         (("--workers", "1", "--restart", "always", __file__), "invalid choice: 'always'"),
         (("--workers", "1", "--grace", "-1", __file__), "--grace must be between 0"),
         (("--workers", "1", "--log-dir", f"{__file__}/x", __file__), "--log-dir: "),
+        (("--workers", "1", "--log-dir", "/proc", __file__), "--log-dir: "),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str) -> None:
