@@ -83,6 +83,7 @@ class _Seat:
         self.restarts = 0
         self.due: float | None = 0.0  # None: it runs, or has ended for good
         self.exitcode: int | None = None
+        self.before = 0  # its exit status, before it was to be started again
         self.error = ""
 
     @property
@@ -170,7 +171,7 @@ class LocalWorkers:
             seat.restarts += 1
             count = f"{seat.restarts} of {self._max_restarts}"
             self._tell(f"{seat} {how_it_ended(code)}; it is started again in {pause:g} s ({count})")
-            seat.process, seat.due = None, time.monotonic() + pause
+            seat.process, seat.due, seat.before = None, time.monotonic() + pause, code
         else:
             seat.exitcode, seat.error = code, seat.process.error()
             self._failed.append(seat)
@@ -190,9 +191,11 @@ class LocalWorkers:
         self._launch(seat)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all that run; from now on none is started again."""
+        """Send a signal to all that run; from now on none is started again. One that was to be has failed."""
         for seat in self._seats:
-            seat.due = None
+            if seat.due is not None:
+                seat.due, seat.exitcode = None, seat.before or -number
+                self._failed.append(seat)
             if seat.running and seat.process is not None:
                 seat.process.send(number)
         self._max_restarts = 0
@@ -340,6 +343,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         if given.log_dir:
             os.makedirs(given.log_dir, exist_ok=True)
+            tempfile.TemporaryFile(dir=given.log_dir).close()  # and that it can be written to
     except OSError as error:
         parser.error(f"--log-dir: {error}")
     return given

@@ -196,6 +196,16 @@ def test_workers_that_end_well_when_asked_are_no_failure(tmp_path: Path) -> None
         assert program.finish(LIMIT).code == 0
 
 
+def test_a_worker_that_waits_for_its_next_start_has_not_ended_well(tmp_path: Path) -> None:
+    """An engine that ends the launcher then must not take its work for done."""
+    text = "import os\nprint('start', os.environ['TORCHELASTIC_RESTART_COUNT'])\nexit(3)"
+    with started([*RUN, "--workers", "1", "--restart", "on-failure", script(tmp_path, text)], tmp_path) as program:
+        program.wait_for_line("[worker0] start 1")
+        time.sleep(0.5)  # of the two seconds that it waits
+        program.process.send_signal(signal.SIGTERM)
+        assert program.finish(LIMIT).code == 128 + signal.SIGTERM
+
+
 def test_it_is_started_again_so_often(tmp_path: Path) -> None:
     """After a second, and two; each start knows which it is. Then all end with the status of the failure."""
     text = """
@@ -280,6 +290,7 @@ def test_modules_are_run(tmp_path: Path) -> None:
         (("--workers", "1", "--restart", "always", __file__), "invalid choice: 'always'"),
         (("--workers", "1", "--grace", "-1", __file__), "--grace must be between 0"),
         (("--workers", "1", "--log-dir", f"{__file__}/x", __file__), "--log-dir: "),
+        (("--workers", "1", "--log-dir", "/proc", __file__), "--log-dir: "),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str) -> None:

@@ -51,6 +51,12 @@ def probe(name: str, pid: int | None, *, ready: bool, stuck_after: float) -> Ver
     """What there is to say of the worker of that name. pid: of its process; None for any."""
     folders = heartbeat.directories(temporary_folder())
     found = heartbeat.hearts(folders)
+    if not any(heart.name == name for heart in found):
+        import tempfile
+
+        # Where the disk was full, the worker has made its directory in another place.
+        more = [each for each in heartbeat.directories(tempfile.gettempdir()) if each not in folders]
+        folders, found = folders + more, found + heartbeat.hearts(more)
     meant = [heart for heart in found if heart.name == name and pid in (None, heart.pid)]
     verdicts = [heartbeat.judge(heart, ready=ready, stuck_after=stuck_after) for heart in meant]
     verdicts = [each for each in verdicts if each.state != "ended"] or verdicts[-1:]

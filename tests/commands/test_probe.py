@@ -331,6 +331,19 @@ def test_it_looks_where_python_puts_temporary_files(
     assert probe.temporary_folder() == tempfile.gettempdir()
 
 
+def test_a_worker_that_found_no_room_for_temporary_files_is_looked_for_where_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes another folder than TMPDIR if nothing can be written there, as where the disk is full."""
+    assert tempfile.gettempdir() != str(tmp_path)
+    with beating(GOOD):
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        assert probe.temporary_folder() == str(tmp_path)
+        assert probe.probe("odd", None, ready=False, stuck_after=LIMIT).state in ("ready", "stuck")
+        unknown = probe.probe("even", None, ready=False, stuck_after=LIMIT)
+        assert unknown.state == "unknown" and str(sockets.private_directory()) in unknown.text
+
+
 @pytest.mark.parametrize("seconds", ["0", "0.9", "inf", "nan", "soon"])
 async def test_a_time_that_cannot_be_is_refused(seconds: str) -> None:
     """A loop that runs beats four times a second, and may be late."""
