@@ -582,7 +582,7 @@ class Worker:
             with contextlib.suppress(ValueError):  # a fixture may exit in another context
                 current_node.reset(self._token)
         # While it drains, verbs of its program raise WorkerClosed: that ends the block, and not the drain.
-        drains = self._lifecycle.drains and isinstance(exc, Exception)
+        drains = self._lifecycle.lifetime.drains and isinstance(exc, Exception)
         if not (drains and isinstance(exc, WorkerClosed)):
             self._lifecycle.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None or drains)
