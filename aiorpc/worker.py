@@ -571,7 +571,7 @@ class Worker:
     async def __aenter__(self) -> Worker:
         """Join the group, unless it has; inside the block this worker is the current one."""
         here = self._own_loop is not None or self._lifecycle.loop is asyncio.get_running_loop()
-        if self._token is not None or self.state is not WorkerState.RUNNING or not here:
+        if self._token is not None or self.closed or not here:  # it may drain already, asked by a signal
             await self.start()
         self._token = current_node.set(self._node)
         return self
