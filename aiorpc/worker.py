@@ -578,7 +578,7 @@ class Worker:
     async def __aenter__(self) -> Worker:
         """Join the group, unless it has; inside the block this worker is the current one."""
         here = self._own_loop is not None or self._lifecycle.loop is asyncio.get_running_loop()
-        if self._token is not None or self.state is not WorkerState.RUNNING or not here:
+        if self._token is not None or self.closed or not here:  # it may drain already, asked by a signal
             await self.start()
         self._token = current_node.set(self._node)
         return self
@@ -589,7 +589,7 @@ class Worker:
             with contextlib.suppress(ValueError):  # a fixture may exit in another context
                 current_node.reset(self._token)
         # While it drains, verbs of its program raise WorkerClosed: that ends the block, and not the drain.
-        drains = self._lifecycle.drains and isinstance(exc, Exception)
+        drains = self._lifecycle.lifetime.drains and isinstance(exc, Exception)
         if not (drains and isinstance(exc, WorkerClosed)):
             self._lifecycle.lifetime.fail(None if exc is None else type(exc))
         await self.shutdown(graceful=exc is None or drains)

@@ -78,7 +78,6 @@ class Lifecycle:
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
         self._at_once = False  # whether a shutdown without a wait for the others was asked for
         self._begun = asyncio.Event()  # whether it begins to leave
-        self.drains = False  # whether it leaves by itself
         self._stays = False  # whether its shutdown waits for the others
         self.tell: Callable[[int, int], None] | None = None
         self._reset()
@@ -316,13 +315,14 @@ class Lifecycle:
     def begin_to_drain(self, timeout: float, asked_by: str = "its program") -> asyncio.Task[ShutdownReport]:
         """As `drain`, without waiting. A shutdown that waits for the others becomes a drain. asked_by: for errors."""
         limit = seconds(timeout, "timeout")
-        first, self.drains = not self.drains, True
+        if self.lifetime.state is WorkerState.RUNNING:
+            self.lifetime.enter(WorkerEvent.DRAIN)
+        elif self._stays and self.node is not None and self.lifetime.state is WorkerState.LEAVING:
+            self.lifetime.enter(WorkerEvent.DRAIN)
+            self.node.group.departure.drain(limit)
         if self._shutdown is None:
             self.lifetime.asked_by = asked_by
             self._shutdown = self._begin_to_leave(limit)
-        elif first and self._stays and self.node is not None and self.lifetime.state is WorkerState.LEAVING:
-            self.lifetime.enter(WorkerEvent.DRAIN)
-            self.node.group.departure.drain(limit)
         return self._shutdown
 
     def _begin_to_leave(self, timeout: float) -> asyncio.Task[ShutdownReport]:
@@ -354,14 +354,15 @@ class Lifecycle:
         if node is None or self.lifetime.ended:
             await self._give_up_joining()
             return ShutdownReport()
-        self.lifetime.enter(WorkerEvent.DRAIN if self.drains else WorkerEvent.SHUTDOWN)
+        if not self.lifetime.drains:
+            self.lifetime.enter(WorkerEvent.SHUTDOWN)
         complete = True
         leaked: tuple[LeakedReference, ...] = ()
         try:
             if not self._at_once:
                 self._stays = True
                 try:
-                    complete = await node.group.leave(timeout, drains=self.drains)
+                    complete = await node.group.leave(timeout)
                 except asyncio.CancelledError:  # by `shutdown`; later calls of that get a report
                     complete = False
                 finally:

@@ -48,7 +48,7 @@ class Lifetime:
     def enter(self, event: WorkerEvent) -> None:
         """Apply an event to the state. On the thread that the table names for the event."""
         self.state = WORKER.next(self.state, event)
-        self.leaving = self.state is WorkerState.LEAVING or self.state is WorkerState.DRAINING
+        self.leaving = self.state is WorkerState.LEAVING or self.drains
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
         self.shut = self.closed or self._door_closed
         self.forked = self.forked or event is WorkerEvent.FORKED
@@ -76,6 +76,11 @@ class Lifetime:
         """Refuse new work of this worker's program from now on. alone: and that of others. On the loop."""
         self._door_closed = self.shut = True
         self.parting = self.parting or alone
+
+    @property
+    def drains(self) -> bool:
+        """Whether the worker leaves by itself: it takes no new calls, and finishes those that it has. Any thread."""
+        return self.state is WorkerState.DRAINING
 
     @property
     def ended(self) -> bool:

@@ -70,7 +70,6 @@ class Departure:
         self._variables = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None  # until the program's waits end
-        self._drains = False
         self._bounds: list[asyncio.TimerHandle] = []
         self.unfinished: tuple[str, ...] = ()  # when the time was up
 
@@ -113,14 +112,14 @@ class Departure:
 
     # --- as a member --------------------------------------------------------------------------------------------------
 
-    async def leave(self, timeout: float, *, drains: bool) -> bool:
+    async def leave(self, timeout: float) -> bool:
         """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit.
 
-        drains: only until what this worker has accepted is over.
+        A worker that drains: only until what it has accepted is over.
         """
         self._go = asyncio.get_running_loop().create_future()
         self._variables = contextvars.copy_context()
-        if drains:
+        if self._engine.lifetime.drains:
             self.drain(timeout)
         else:
             self._bound(timeout)
@@ -138,7 +137,6 @@ class Departure:
 
     def drain(self, timeout: float) -> None:
         """Leave without the others, also if `leave` waits for them. timeout: as of `leave`."""
-        self._drains = True
         self._bound(timeout)
         self._carry_out(self._table.drain())
 
@@ -149,7 +147,7 @@ class Departure:
     def _overdue(self, seconds: float) -> None:
         calls = self._context.describe_pending()
         self.unfinished = (*([calls] if calls else ()), *self._leftovers())
-        if self.unfinished and self._drains:
+        if self.unfinished and self._engine.lifetime.drains:
             logger.of(self._engine.name).warning(
                 "worker %s has drained for %g s, and leaves without the end of: %s",
                 self._engine.name,
@@ -160,7 +158,7 @@ class Departure:
 
     def _leftovers(self) -> list[str]:
         """What a worker that drains waits for, beside calls."""
-        return [legible(each) for each in self._context.describe_leftovers()] if self._drains else []
+        return [legible(each) for each in self._context.describe_leftovers()] if self._engine.lifetime.drains else []
 
     def _give_up(self) -> None:
         self._carry_out(self._table.give_up())
@@ -179,7 +177,7 @@ class Departure:
         Calls of functions at other members go on in a fixed group, where these serve until the calls end; and in a
         drain, as they have accepted them, and may drain at the same time.
         """
-        seconds, calls = self._engine.bounds.grace, alone and not self._drains
+        seconds, calls = self._engine.bounds.grace, alone and not self._engine.lifetime.drains
         ended = self._context.end_waits(partial(no_longer_waits, self._engine.name, seconds), calls=calls)
         if ended:
             named = [*ended[:5], f"and {len(ended) - 5} more"] if len(ended) > 5 else ended
@@ -250,7 +248,7 @@ class Departure:
                     "; ".join(filter(None, (self._context.describe_pending(), *self._leftovers())))
                     or "what is still to be sent",
                     "drain(timeout=...) and the option drain_timeout"
-                    if self._drains
+                    if self._engine.lifetime.drains
                     else "shutdown(timeout=...) and the option shutdown_timeout",
                 )
         self._carry_out(self._table.idle())

@@ -191,15 +191,15 @@ class Group:
         """After a fork: release the descriptors, which are the parent's."""
         self._watch.close_in_child()
 
-    async def leave(self, timeout: float, *, drains: bool) -> bool:
+    async def leave(self, timeout: float) -> bool:
         """As of `Departure.leave`. In a group of fixed size the losses before the common leave are known when it
         returns.
 
         The leader may have reported a loss just before it let all go, and this worker still probes that member.
         """
         until = time.monotonic() + timeout if timeout else float("inf")
-        complete = await self.departure.leave(timeout, drains=drains)
-        if complete and not self._table.free and not drains:
+        complete = await self.departure.leave(timeout)
+        if complete and not self._table.free and not self._engine.lifetime.drains:
             await self._indirect_probe.settle(max(0.0, min(self._engine.bounds.vouch, until - time.monotonic())))
         return complete
 
