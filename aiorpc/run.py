@@ -26,12 +26,14 @@ from typing import Protocol, TextIO, cast
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from .draining import GRACE
 from .errors import RendezvousError
 from .runtime.meeting.stores import serve
 
 #: Seconds between two looks at the workers, and the longest pause before one is started again (1, 2, 4 ... before).
 LOOK, LONGEST_PAUSE = 0.05, 30.0
 _HOST = "127.0.0.1"
+_USUAL_GRACE = 30.0  # seconds, as torchrun's
 _LAST_LINES = 5
 
 
@@ -110,7 +112,7 @@ class LocalWorkers:
         *,
         free: str = "",
         max_restarts: int = 0,
-        grace: float = 30.0,
+        grace: float = _USUAL_GRACE,
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._start = start
@@ -131,6 +133,8 @@ class LocalWorkers:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "AIORPC_INIT_METHOD": free,  # empty: not that of a launcher around this one
             **({} if free else {"WORLD_SIZE": size}),
+            # Of a shorter one the default of drain_timeout does not fit: it cuts drains short, as was asked for.
+            **({GRACE: f"{grace:g}"} if grace > _USUAL_GRACE else {}),
         }
 
     def __enter__(self) -> LocalWorkers:
@@ -317,7 +321,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="they form a group without a size")
     parser.add_argument("--log-dir", metavar="DIR", help="keep the output of each worker in files there")
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="between the signals that end a worker (30)"
+        "--grace",
+        type=float,
+        default=_USUAL_GRACE,
+        metavar="SECONDS",
+        help="between the signals that end a worker (30)",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from aiorpc.draining import REST
+from aiorpc.options import DRAIN_TIMEOUT
 from aiorpc.runtime.meeting.launchers import LAUNCHERS
 
 from .manifests import FOLDER, Manifest, check, manifests, pods
 
-DRAIN = 25.0  # seconds for which a worker that gets SIGTERM drains
 PAGES = FOLDER.parents[1] / "docs" / "clusters"
 FILES = sorted(FOLDER.glob("*.yaml"))
 EACH = [pytest.param(each, id=f"{path.stem}-{each['kind']}") for path in FILES for each in manifests(path)]
@@ -81,7 +82,7 @@ def test_a_wrong_value_is_found(name: str, spoil: Callable[[Manifest], object]) 
 @pytest.mark.parametrize("manifest", WITH_PODS)
 def test_a_pod_has_time_to_drain(manifest: Manifest) -> None:
     """More than a worker takes at most, and than the 30 s after which torchrun kills."""
-    assert all(pod["terminationGracePeriodSeconds"] > max(DRAIN, 30.0) for pod in pods(manifest))
+    assert all(pod["terminationGracePeriodSeconds"] > max(DRAIN_TIMEOUT + REST, 30.0) for pod in pods(manifest))
 
 
 @pytest.mark.parametrize("manifest", WITH_PODS)
