@@ -356,9 +356,13 @@ class GroupTable:
             outputs += [Follow(record) for record in self._others()]
         return outputs
 
-    def unlisted(self) -> Outputs:
-        """The list of a free group is gone: from now on members hear of each other only over their connections."""
-        return self._attend(self._others()) if self.free else []
+    def unlisted(self, at_once: int) -> Outputs:
+        """The list of a free group is gone: while it is, members hear of each other only over their connections.
+
+        at_once: to so many of them this worker turns now; the list may be there again soon.
+        """
+        unmet = (record for record in self._others() if record.id not in self._attended)
+        return self._attend(itertools.islice(unmet, at_once)) if self.free else []
 
     def _oldest(self) -> list[WorkerRecord]:
         """The watchers of a free group that are older than this worker: the others turn to it."""

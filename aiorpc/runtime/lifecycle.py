@@ -642,6 +642,7 @@ async def _serve_rendezvous(node: Node) -> None:
                 node.group.on_listed(await engine.steps.run(look))
                 node.resumption.let_rest(node.group.may_rest)
                 continue
+            node.group.on_unlisted()  # some at a time: there may be a store again soon
             pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
                 logger.info("worker %s has found a store again: joining members find it there", name)
@@ -654,9 +655,9 @@ async def _serve_rendezvous(node: Node) -> None:
             if not gone:
                 said = "worker %s: %s. Members that know each other go on; joining members find none of them"
                 logger.warning(said, name, error)
-                node.group.on_unlisted()
                 node.resumption.wake()
             if not rendezvous.may_return:
+                node.group.on_unlisted(len(node.group.members))
                 return
             gone, pause = True, _FIRST_PAUSE
         except (RendezvousError, OSError) as error:  # OSError if the file of the user's key cannot be written

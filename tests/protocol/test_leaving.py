@@ -215,8 +215,10 @@ def test_l5_a_member_of_a_free_group_is_known_to_the_oldest() -> None:
     table = make(5, 6, free=True)
     assert table.start() == [Attend(record) for record in W[:WATCHERS]]
     assert table.turn() == []
-    assert table.unlisted() == [Attend(W[4])] and table.unlisted() == []
-    assert make(0).turn() == make(0).unlisted() == []
+    assert table.unlisted(9) == [Attend(W[4])] and table.unlisted(9) == []
+    table = make(5, 6, free=True)
+    assert [table.unlisted(2) for _ in range(4)] == [[*map(Attend, each)] for each in (W[:2], W[2:4], W[4:5], [])]
+    assert make(0).turn() == make(0).unlisted(9) == []
 
 
 def test_l5_the_next_oldest_take_the_place_of_watchers() -> None:

@@ -16,7 +16,7 @@ class SessionState(Label):
 class SessionEvent(Label):
     """What the state of a session depends on."""
 
-    BROKEN = "its socket has broken, and the other process may live"
+    BROKEN = "its socket has broken, and the other process may live; or it was idle, and both ends let go of it"
     RESUMED = "the other end has proved itself over a new socket"
     ENDED = "its connection is closed or given up"
 

@@ -49,7 +49,8 @@ _EXIT_GRACE = 0.05
 _DYING, _LOOK = 0.1, 0.002
 # Seconds between a goodbye and the end of calls to that worker: replies may come over another connection.
 _GOODBYE_GRACE = 1.0
-# Members that are not in the list any more are asked so many at once, by one worker.
+# Members that are not in the list any more are asked so many at once, by one worker; without a list so many are
+# connected with at once.
 _ASKED_AT_ONCE = 16
 # Characters of a reported cause of a member's end.
 CAUSE_LIMIT = 1000
@@ -303,10 +304,13 @@ class Group:
                     self._engine.tasks.spawn(self._ask_unlisted())
         self._carry_out(self._table.turn())
 
-    def on_unlisted(self) -> None:
-        """The list of the free group is gone, with its store: members hear of each other over connections alone."""
+    def on_unlisted(self, at_once: int = _ASKED_AT_ONCE) -> None:
+        """The list of the free group is gone, with its store: members hear of each other over connections alone.
+
+        at_once: with so many more this worker connects now.
+        """
         self._listed = set()
-        self._carry_out(self._table.unlisted())
+        self._carry_out(self._table.unlisted(at_once))
 
     async def _ask_unlisted(self) -> None:
         while self._unlisted and not self._engine.closed:
