@@ -361,7 +361,8 @@ class Node:
         for leftover in list(self.engine.leftovers):
             leftover.part()
         for service in list(self.services):
-            service.part()
+            if not service.connection.resting:  # its caller hears it from the answer to its next call
+                service.part()
 
     def end_waits(self, why: Callable[[str], WorkerClosed], *, calls: bool) -> list[str]:
         """See `Departure`. Waits of handlers go on, as parts of the calls that they serve."""
