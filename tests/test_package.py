@@ -82,7 +82,11 @@ def test_nothing_is_drawn_from_random() -> None:
 
     Pauses between tries are neither; each worker draws them from a generator of its own.
     """
-    pauses = {PACKAGE / "protocol" / "retries.py", PACKAGE / "runtime" / "caller" / "retrying.py"}
+    pauses = {
+        PACKAGE / "protocol" / "retries.py",
+        PACKAGE / "runtime" / "caller" / "retrying.py",
+        PACKAGE / "runtime" / "meeting" / "free.py",
+    }
     users = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")

@@ -10,7 +10,7 @@ import aiorpc as rpc
 from aiorpc.testing import cluster
 
 #: Of the module alone: what makes the worker, blocks for it, or is about a call and not about a worker.
-WITHOUT_WORKER = {"init", "init_rpc", "current", "rpc_sync", "rpc_async", "collect_all", "wait_all"}
+WITHOUT_WORKER = {"init", "init_rpc", "launched", "current", "rpc_sync", "rpc_async", "collect_all", "wait_all"}
 NOT_VERBS = {
     *("async_execution", "batched", "exposed", "register_safe"),
     *("caller", "cancelled", "check_cancelled", "deadline"),

@@ -55,6 +55,7 @@ HANDLERS: Sequence[OwnHandler] = (
     OwnHandler(f"{_GROUP}:present", EVERY_MEMBER, "nobody"),
     OwnHandler(f"{_GROUP}:enter", EVERY_MEMBER, "itself"),
     OwnHandler(f"{_GROUP}:poll", EVERY_MEMBER, "nobody"),
+    OwnHandler("aiorpc.runtime.group.resumption:rest", EVERY_MEMBER, "its own connection to here"),
     OwnHandler(f"{_PUBLISHED}:leased", EVERY_MEMBER, "a name, as a reason to look in the store who publishes it"),
     OwnHandler(f"{_PUBLISHED}:leave", EVERY_MEMBER, "itself: whether it may publish a name"),
     OwnHandler(f"{_PUBLISHED}:unpublished", EVERY_MEMBER, "itself, as the publisher of a name"),

@@ -708,7 +708,7 @@ async def test_a_worker_that_leaves_hears_that_a_pass_has_failed() -> None:
             leaving = asyncio.ensure_future(workers[1].shutdown())
             await until(lambda: workers[1]._node.engine.lifetime.parting)
             _Held.go_on.set()
-            with pytest.raises(PeerLeft, match="is leaving"):
+            with pytest.raises(PeerLeft, match="is draining"):
                 await backward
             await leaving
 

@@ -169,7 +169,7 @@ _MAKERS = {
     "Worker.subscribe",
     "Worker.wait_for",
 }
-_LAST = {"shutdown", "Worker.shutdown"}
+_LAST = {"shutdown", "Worker.shutdown", "drain", "Worker.drain"}
 
 
 def test_no_verb_with_a_time_is_left_out() -> None:

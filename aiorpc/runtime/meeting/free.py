@@ -8,10 +8,10 @@ number while nothing changes.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import NamedTuple
 
 import msgspec
@@ -121,6 +121,7 @@ class FreeWorld:
         self._beside = _Roster()
         self._read_before: Read = {}
         self._checked: dict[str, Member] = {}  # members with a right seal, by incarnation
+        self._random = Random()  # of its own: a program may seed the module's alike in all processes
         self._changes, self._looks = "", 0  # the count at the last look at the list, and the looks since
         self._off_since: float | None = None  # when this worker first saw that others had struck it off
         self._leaves = self._replaced = False
@@ -345,7 +346,7 @@ class FreeWorld:
             if joins is not None:
                 self._await_turn(joins, patience)
             else:
-                patience.stop.wait(min(random.uniform(0.0, pause), patience.left()))
+                patience.stop.wait(min(self._random.uniform(0.0, pause), patience.left()))
                 pause = 2 * pause or _FIRST_PAUSE
             before = self.kv.get(self._ROSTER) or ""
             old = self._parse(before)
