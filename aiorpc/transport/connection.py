@@ -132,7 +132,7 @@ class Connection:
         #: For how long its host had not answered when its socket was given up, in seconds.
         self.silent_for: float = 0.0
         #: Whether it has no socket because nothing was sent for long; its users clear this.
-        self.resting = False
+        self.resting: bool = False
         self._limit: asyncio.TimerHandle | None = None  # of closing
         self._lingering: Lingering | None = None  # all is written; what arrives is dropped
         self._silence = Silence()
