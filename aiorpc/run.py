@@ -63,7 +63,7 @@ class WorkerFailed(RuntimeError):
 
     def __init__(self, message: str, workers: Sequence[str], status: int = 1) -> None:
         super().__init__(message)
-        self.workers = tuple(workers)
+        self.workers: tuple[str, ...] = tuple(workers)
         self.status = status
 
 

@@ -109,7 +109,7 @@ if __name__ == "__main__":
         parser.error("--steps must be at least 1")
     here: Place | None = place_from_environment()
     if here is None:
-        options = ["--workers", "2", "--restart", "on-failure", "--max-restarts", "1"]
+        options: list[str] = ["--workers", "2", "--restart", "on-failure", "--max-restarts", "1"]
         sys.exit(run.main([*options, "-m", "aiorpc.examples.comeback", *sys.argv[1:]]))
     if here.world_size != 2:
         parser.error(f"it needs 2 workers, and the launcher started {here.world_size}")
