@@ -79,11 +79,11 @@ class Settings:
 
 
 async def act(name: str, settings: Settings, seed: int) -> None:
-    """Play with the newest weights until the learner wants no more."""
+    """Play with the newest weights until the learner wants no more. PeerLeft if it has left before that."""
     games, policy = Games(settings.games, seed), ActorCritic()
     async with rpc.init(name, role="actor"):
         samples = rpc.queue("samples", owner="learner", timeout=0)
-        with contextlib.suppress(rpc.QueueShutDown, rpc.PeerLeft):
+        with contextlib.suppress(rpc.QueueShutDown):
             async with rpc.subscribe("policy", timeout=0) as versions:
                 weights: rpc.types.PublishedVersion[dict[str, torch.Tensor]] | None = await anext(versions)
                 while weights is not None:
@@ -114,7 +114,8 @@ def actors_of(settings: Settings, folder: str) -> launcher.LocalWorkers:
 
 def _actor(name: str, settings: Settings, seed: int) -> None:
     """What an actor's process does."""
-    asyncio.run(act(name, settings, seed))
+    with contextlib.suppress(rpc.PeerLeft):  # the learner ends its actors
+        asyncio.run(act(name, settings, seed))
 
 
 # --- the learner --------------------------------------------------------------------------------------------------
@@ -217,7 +218,11 @@ async def learn_from_others(settings: Settings, record: Record) -> None:
         samples: rpc.Queue[Fragment] = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
         with Steps("updates", settings.updates, show=settings.show) as progress:
             counting = asyncio.create_task(count_replaced(worker, record))
-            await update(settings, samples, record, progress)
+            try:
+                await update(settings, samples, record, progress)
+            except rpc.errors.WorkerClosed:  # SIGTERM: a drain would wait for samples that no one takes any more
+                await worker.shutdown(graceful=False)
+                raise
             counting.cancel()
         await samples.shutdown(immediate=True)
 

@@ -55,6 +55,7 @@ _OURS = (
 )
 _LOOK = 0.5  # seconds between two looks whether waiting was given up
 _AGAIN = 1.0  # seconds until an actor tries again to take the place of its former process
+_RETURNING = 5.0  # seconds at most for `serve` to return once its worker has left
 _SHOWN = 400  # characters of what Ray says of an actor that has ended
 
 
@@ -215,6 +216,7 @@ class RayGroup:
         self._store: object = None
         self._room: Any = None  # the placement group
         self._actors: dict[str, Any] = {}
+        self._serving: list[Any] = []  # what their `serve` will return
         self._ending = threading.Event()
 
     @property
@@ -336,7 +338,8 @@ class RayGroup:
                     "show what these do; a `setup` that takes longer needs a longer timeout="
                 )
         for name, actor in self._actors.items():
-            actor.serve.remote().future().add_done_callback(partial(self._on_end, name))
+            self._serving.append(served := actor.serve.remote())
+            served.future().add_done_callback(partial(self._on_end, name))
 
     def _find_room(self, until: float) -> None:
         ray, bundle = _ray(), self._wanted.bundle
@@ -365,10 +368,13 @@ class RayGroup:
             leaving = [actor.leave.options(max_task_retries=0).remote(graceful) for actor in self._actors.values()]
             if leaving:
                 ray.wait(leaving, num_returns=len(leaving), timeout=self._wanted.timeout)
+            if self._serving:  # it returns as well: Ray prints an error for a call that `ray.kill` ends
+                ray.wait(self._serving, num_returns=len(self._serving), timeout=_RETURNING)
         finally:
             for actor in self._actors.values():
                 ray.kill(actor, no_restart=True)
             self._actors.clear()
+            self._serving.clear()
             if self._room is not None:
                 ray.util.remove_placement_group(self._room)
                 self._room = None

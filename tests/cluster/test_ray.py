@@ -125,4 +125,5 @@ def test_the_program_of_the_page_goes_on_from_its_checkpoint(nodes: TwoNodes, tm
             text = process.stdout.read()
         assert re.findall(r"^update \d+", text, re.MULTILINE) == expected, text
         assert text.count("of actor0, actor1") == len(expected), text
+        assert "RayMember.serve failed" not in text, text
         assert process.returncode == 0, text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import RUN_ALL, run_program
+from tests.examples.programs import RUN_ALL, run_program, started
+from tests.ports import free_port
 
 MODULE = "aiorpc.examples.actor_learner"
 LIMIT = 400.0  # seconds for a run to the end, on a slow machine
@@ -41,3 +43,24 @@ def test_it_solves_cartpole(tmp_path: Path, chaos: float) -> None:
     assert result["solved_at"] is not None, result["rewards"][-1]
     assert bool(result["kills"]) == bool(chaos)
     assert max(result["ages"]) < 30  # nobody goes on with weights that are long gone
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(200)
+def test_a_learner_that_is_asked_to_go_is_missed(tmp_path: Path) -> None:
+    """Its launcher replaces what ends with another status than 0: that has to be the actors as well, or the next
+    learner would wait for them. Samples that no one takes any more delay nobody."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ["-m", MODULE, "--updates", "100000"]
+    with (
+        started(command, tmp_path, {**env, "RANK": "0"}) as learner,
+        started(command, tmp_path, {**env, "RANK": "1"}) as actor,
+    ):
+        learner.wait_for_line("update ")
+        learner.process.terminate()
+        since = time.monotonic()
+        ended = [each.finish(timeout=60) for each in (learner, actor)]
+        assert time.monotonic() - since < 20  # a drain takes up to 25 s
+    assert [each.code for each in ended] == [1, 1], ended
+    assert "WorkerClosed" in ended[0].err
+    assert "PeerLeft" in ended[1].err
