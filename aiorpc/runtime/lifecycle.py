@@ -363,6 +363,8 @@ class Lifecycle:
                 self._stays = True
                 try:
                     complete = await node.group.leave(timeout)
+                    if node.rendezvous.dynamic and node.rendezvous.hosts_store and len(node.group.live()) > 1:
+                        self._ending.heard_within = min(2 * _until_next_look(node), node.engine.bounds.store / 2)
                 except asyncio.CancelledError:  # by `shutdown`; later calls of that get a report
                     complete = False
                 finally:
@@ -505,13 +507,15 @@ class _RendezvousEnd:
     None until joining has got that far. silent: leave without a goodbye, as if the process had died.
 
     A worker that leaves in good order first writes so into the store: a member that cannot reach it, and has no
-    connection for a goodbye, looks there (`Group.look_for_farewell`).
+    connection for a goodbye, looks there (`Group.look_for_farewell`). heard_within: seconds in which the others look
+    there, if the store ends with this worker and they stay; else they would take it for lost.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.rendezvous: Rendezvous | None = None
         self.record: WorkerRecord | None = None
         self.silent = False
+        self.heard_within = 0.0
         self._plan = plan
         self._leaves = self._told = False
 
@@ -541,6 +545,8 @@ class _RendezvousEnd:
                     # The store may still answer another thread, but an abandoned join does not wait for long.
                     patience = 2 * _GIVING_UP
                     limit.reschedule(asyncio.get_running_loop().time() + _GIVING_UP)
+                if self.heard_within and self._told:
+                    await asyncio.sleep(self.heard_within)
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:
@@ -627,6 +633,11 @@ def _watch_loop(node: Node) -> asyncio.Task[None]:
     return task
 
 
+def _until_next_look(node: Node) -> float:
+    """Seconds between two looks at the list. Many members look more rarely: the store has one thread."""
+    return node.engine.bounds.serving_pause * max(1.0, len(node.group.members) / _MANY)
+
+
 async def _serve_rendezvous(node: Node) -> None:
     """In a free group: serve joining members, and find a lost store again, until the worker ends."""
     engine, rendezvous = node.engine, node.rendezvous
@@ -634,8 +645,7 @@ async def _serve_rendezvous(node: Node) -> None:
     gone = occupied = False
     pause = bounds.serving_pause
     while True:
-        # Many members look more rarely: the store has one thread.
-        await asyncio.sleep(pause if gone else pause * max(1.0, len(node.group.members) / _MANY))
+        await asyncio.sleep(pause if gone else _until_next_look(node))
         try:
             if not gone:
                 look = partial(rendezvous.serve_joining, bounds.absence, parted=node.group.parted)

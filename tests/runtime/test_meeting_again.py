@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -20,10 +21,13 @@ import pytest
 import aiorpc
 from aiorpc import PeerLost, Worker
 from aiorpc.errors import RendezvousError, StoreGone
+from aiorpc.events import WorkerLeft
+from aiorpc.protocol import leaving
 from aiorpc.runtime import lifecycle
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.stores import serve
+from tests.runtime.inside import set_bounds
 from tests.runtime.test_rendezvous import make_record
 from tests.runtime.waiting import LIMIT, until
 
@@ -73,6 +77,33 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
                 assert {info.name for info in late.worker_infos()} == {"a", "b", "gone", "late"}
                 assert await b.call("late", where) == "late"
             await asyncio.gather(a.shutdown(), b.shutdown())
+
+
+async def test_a_host_of_the_store_that_drains_is_heard(
+    quick_founding: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Members without a connection to it read in its store that it leaves, before that ends: they do not lose it."""
+    monkeypatch.setattr(leaving, "WATCHERS", 1)
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    method = f"tcp://127.0.0.1:{port}"
+    quick_founding(0.01)
+    async with contextlib.AsyncExitStack() as stack:
+        members = [await stack.enter_async_context(aiorpc.init(name, init_method=method)) for name in "abcd"]
+        await until(lambda: all(len(each.worker_infos()) == 4 for each in members))
+        await asyncio.sleep(2 * members[0]._node.engine.bounds.serving_pause)  # they look at who is there so often
+        del store
+        await until(lambda: caplog.text.count("has gone") == 4)
+        quick_founding(60.0)  # these come first
+        host = await aiorpc.init("host", init_method=method)
+        assert host.hosts_store
+        await until(lambda: all(len(each.worker_infos()) == 5 for each in members))
+        await until(lambda: len(host._node.rendezvous.members()) == 5)
+        set_bounds(host, serving_pause=1.0)  # on a slow machine, they look late
+        events = [each.events() for each in members]
+        assert (await host.drain()).lost == ()
+        heard = [await asyncio.wait_for(anext(each), LIMIT) for each in events]
+        assert heard == [WorkerLeft(host.info)] * 4
+        await asyncio.gather(*(each.shutdown() for each in members))
 
 
 async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

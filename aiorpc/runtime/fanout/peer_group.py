@@ -219,8 +219,9 @@ class PeerGroup:
     def any(self, function: Function, /, *args: Arg, **kwargs: Arg) -> Future[Any]:
         """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
 
-        The least busy member has the fewest calls of this worker under way; equals take turns. A member that drains is
-        not chosen. With ``retries=`` each try goes to the member that is the least busy then.
+        The least busy member has the fewest calls of this worker under way; equals take turns. A member that is known
+        to drain is not chosen; where there is no connection to it yet, or a resting one, a refused call tells that.
+        With ``retries=`` each try goes to the member that is the least busy then.
 
         Raised here, with nothing sent: the errors of `aiorpc.call`, and Overloaded.
         """
