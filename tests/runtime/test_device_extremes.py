@@ -487,18 +487,21 @@ GONE = (
 MORTAL: set[str] = set()  # workers that leave in the middle
 
 
-async def publish_until(stop: asyncio.Event, name: str) -> None:
-    number = 0
+async def publish_until(stop: asyncio.Event, name: str) -> bool:
+    """Whether the devices let it publish at least one version."""
+    number, published = 0, False
     while not stop.is_set():
         number += 1
         on = [made(index, number, 50_000) for index in range(DEVICES)]
         value = {"number": torch.tensor(float(number)), "host": values(number), "zero": on[0], "one": on[1]}
         try:
             await patiently(lambda: rpc.publish(f"by-{name}", value))  # noqa: B023  # awaited in the same turn
+            published = True
         except Exception as error:
             must_be_told(error)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.1)
+    return published
 
 
 async def own_a_queue(name: str) -> None:
@@ -509,9 +512,8 @@ async def do_all(name: str, seed: int, breaking: bool, rounds: int) -> None:
     """Handler of each worker, for itself: all steps, each some times, in some order, several at once, to everybody."""
     chance = random.Random(f"{seed} {name}")
     stop = asyncio.Event()
-    beside = [asyncio.ensure_future(publish_until(stop, name))]
-    if breaking:
-        beside.append(asyncio.ensure_future(break_lines_until(stop, chance)))
+    publishing = asyncio.ensure_future(publish_until(stop, name))
+    breaks = [asyncio.ensure_future(break_lines_until(stop, chance))] if breaking else []
     steps = list(STEPS) * rounds
     chance.shuffle(steps)
 
@@ -534,12 +536,13 @@ async def do_all(name: str, seed: int, breaking: bool, rounds: int) -> None:
         await until(lambda: READY.issuperset({*NAMES} - MORTAL), 80)
     finally:
         stop.set()
-        await asyncio.gather(*beside)
+        await asyncio.gather(publishing, *breaks)
         queue = QUEUES.pop(name)
         left = await queue.qsize()
         await queue.shutdown(immediate=True)
         queue.close()
-        await rpc.unpublish(f"by-{name}")
+        if publishing.result():
+            await rpc.unpublish(f"by-{name}")
         LEFT[name] = left
 
 
