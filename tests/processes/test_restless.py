@@ -58,6 +58,8 @@ async def call_others(worker: Worker, path: str, chance: Random) -> list[Failed]
     """Call other members at random until the door of this one is closed."""
     failed: list[Failed] = []
     for count in range(1_000_000):
+        if worker.closed:
+            break
         others = [info.name for info in worker.worker_infos() if info.name not in (worker.name, "judge")]
         if others:
             number, to = f"{worker.name}-{id(chance)}-{count}", chance.choice(others)
