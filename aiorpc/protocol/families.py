@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ..errors import ProtocolError
-from .packing import MALFORMED, kind_shown, malformed
+from .packing import MALFORMED, compiled, kind_shown, malformed
 
 M = TypeVar("M", bound=tuple[object, ...])
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Family(Generic[M]):
 
     def __init__(self, name: str, classes: Mapping[str, type[M]]) -> None:
         self.name = name
-        self.classes: dict[str, type[M]] = dict(classes)
+        self.classes: dict[str, type[M]] = {word: compiled(declared) for word, declared in classes.items()}
         self._words = {declared: word for word, declared in classes.items()}
 
     def word(self, message: M) -> str:
@@ -51,6 +51,8 @@ class Family(Generic[M]):
 
 def reader_of(declared: type[T]) -> Callable[[object], T]:
     """A function that makes a NamedTuple of a list of its fields; raises TypeError for any other value."""
+
+    compiled(declared)
 
     def read(fields: object) -> T:
         try:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import ProtocolError, RpcUsageError
 from ..rights import check_role
-from .packing import MALFORMED, is_text, malformed
+from .packing import MALFORMED, compiled, is_text, malformed
 from .registered import register_safe
 
 NAME_LIMIT = 128
@@ -150,4 +150,4 @@ class WorkerRecord:
         return record
 
 
-_FIELDS = tuple(each.name for each in fields(WorkerRecord))
+_FIELDS = tuple(each.name for each in fields(compiled(WorkerRecord)))

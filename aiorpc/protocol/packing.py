@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgpack
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from ..errors import ProtocolError
 from .frames import Buffer
 
+T = TypeVar("T")
 #: Bytes. A longer body is checked before it is unpacked.
 LONG = 1024
 #: Exact types that msgpack brings back unchanged. No bool subclass exists; int subclasses (enums) are not exact.
@@ -28,6 +29,13 @@ _SHOWN = 200
 
 #: A message body from plain values, declared messages, and lists or tuples of them. Any thread.
 pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+
+
+def compiled(declared: type[T]) -> type[T]:
+    """That type, once msgspec has compiled it. msgspec does so at the first use, and two threads whose first use is at
+    the same time crash the process: two workers that join at once, each on a thread of its own."""
+    msgspec.msgpack.Decoder(declared)
+    return declared
 
 
 def malformed(what: str, error: Exception) -> ProtocolError:

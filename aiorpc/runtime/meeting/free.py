@@ -88,9 +88,12 @@ class _Roster(NamedTuple):
         return cls(form.version, list(found.values()), used, left, found)
 
 
+_decode_form = msgspec.json.Decoder(_Form).decode
+
+
 def _read_form(text: str) -> _Form:
     try:
-        return msgspec.json.decode(text, type=_Form)
+        return _decode_form(text)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
 
