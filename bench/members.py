@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .scaling import Curve
 from .stage import Figures, Stage, progress
-from .stats import BenchError, Better, Row
+from .stats import BenchError, Row
 
 #: Processes of a group; each has as many members.
 PROCESSES = 4
@@ -23,15 +23,6 @@ SIZES, QUICK_SIZES = (16, 64, 128, 256), (16, 64)
 FORMED_SECONDS, GROWTH = 15.0, 1.5
 _REST = 1.0  # seconds of a group that does nothing, before its first call and while it is looked at
 _MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A figure over the number of members."""
-
-    quantity: str
-    unit: str
-    better: Better = "lower"
 
 
 CURVES: dict[str, Curve] = {
