@@ -10,7 +10,7 @@ import argparse
 import os
 
 from ..observability import heartbeat
-from ..observability.heartbeat import LATE, READY_WITHIN, STUCK_AFTER, Verdict
+from ..observability.heartbeat import LATE, READY_WITHIN, STUCK_AFTER, Heart, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,20 +61,25 @@ def probe(name: str, pid: int | None, *, ready: bool, stuck_after: float) -> Ver
     verdicts = [heartbeat.judge(heart, ready=ready, stuck_after=stuck_after) for heart in meant]
     verdicts = [each for each in verdicts if each.state != "ended"] or verdicts[-1:]
     if not verdicts:
-        names = sorted({heart.name for heart in found if heartbeat.how_it_stands(heart.pid) != "gone"})
-        there = f"there are {', '.join(names)}" if names else "there is no worker at all"
-        where = ", ".join(folders) or f"{temporary_folder()}/aiorpc-{os.getuid()}"
-        process = "" if pid is None else f" in process {pid}"
-        text = (
-            f"user {os.getuid()} has no worker {name!r}{process} on this host; {there} (looked into {where}; user and "
-            "TMPDIR must be the worker's)"
-        )
-        return Verdict(name, pid, "unknown", text)
+        return _unknown(name, pid, folders, found)
     pids = sorted({heart.pid for heart in meant if any(each.pid == heart.pid for each in verdicts)})
     if len(pids) > 1:
         text = f"processes {', '.join(map(str, pids))} have a worker {name!r}: add --pid to say which"
         return Verdict(name, None, "ambiguous", text)
     return min(verdicts, key=lambda each: each.ok)  # of groups that share a process, the worker that fares worse
+
+
+def _unknown(name: str, pid: int | None, folders: list[str], found: list[Heart]) -> Verdict:
+    """There is no such worker: where it was looked for, and which there are."""
+    names = sorted({heart.name for heart in found if heartbeat.how_it_stands(heart.pid) != "gone"})
+    there = f"there are {', '.join(names)}" if names else "there is no worker at all"
+    where = ", ".join(folders) or f"{temporary_folder()}/aiorpc-{os.getuid()}"
+    process = "" if pid is None else f" in process {pid}"
+    text = (
+        f"user {os.getuid()} has no worker {name!r}{process} on this host; {there} (looked into {where}; user and "
+        "TMPDIR must be the worker's)"
+    )
+    return Verdict(name, pid, "unknown", text)
 
 
 def temporary_folder() -> str:

@@ -172,8 +172,6 @@ class Peers:
         peer = self._peers.get(worker_id)
         if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
             return peer
-        if (noted := self._noted.get(worker_id)) is not None:
-            return self.add(noted)
         if not self._dynamic:
             replaced = self._replaced.get(worker_id)
             if replaced is not None:
